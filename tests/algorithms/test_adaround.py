@@ -24,6 +24,7 @@ LINEAR, PER_CHANNEL = WeightLayout("linear", (32, 96)), PerChannel(0)
 rounded = partial(adaround.solve, shift_bias=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(LAYERS),
@@ -87,6 +88,7 @@ def test_unseen_data_has_a_smaller_error_too(method: adaround.Method, dtype: DTy
     _assert_floor_or_ceil(seen, found.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 20, 64])
 def test_few_rows_do_not_mislead(rows: int) -> None:
     ratios = []
@@ -99,6 +101,7 @@ def test_few_rows_do_not_mislead(rows: int) -> None:
     assert np.mean(ratios) < 0.9  # 1.0 and more with the damping that many rows want
 
 
+@pytest.mark.slow
 def test_small_layers_come_near_the_best_of_all_roundings() -> None:
     layout, spec = WeightLayout("linear", (1, 8)), Spec(int4, PER_CHANNEL)
     ratios = []
@@ -122,6 +125,7 @@ def _columns(k: int, rows: int) -> tuple[Objective, WeightGrid]:
     return objective, WeightGrid(scale, torch.full_like(scale, -4), torch.full_like(scale, 3))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("near", [True, False], ids=["floor or ceil", "any point"])
 def test_descent_never_raises_the_objective_and_ends_where_no_move_pays(near: bool) -> None:
     objective, grid = _columns(200, 5)  # more columns than one block
@@ -152,6 +156,7 @@ def test_the_size_of_blocks_of_columns_changes_nothing() -> None:
     assert torch.equal(error_feedback(objective, grid, block_size=7), error_feedback(objective, grid, block_size=60))
 
 
+@pytest.mark.slow
 def test_more_iterations_and_more_starts_find_no_worse() -> None:
     problem = problem_of(LINEAR, Spec(int3, PER_CHANNEL))
 

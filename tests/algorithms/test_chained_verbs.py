@@ -20,7 +20,7 @@ def after(sim, door, *verbs):
     return network_error(sim, door)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("rounding", [adaround, gptq])
 def test_a_verb_on_top_of_another_does_not_shift_biases_twice(door, rounding):
@@ -32,6 +32,7 @@ def test_a_verb_on_top_of_another_does_not_shift_biases_twice(door, rounding):
         assert after(sim, door, *verbs) < 1.5 * max(alone[rounding], alone[seq_mse])
 
 
+@pytest.mark.slow
 @both
 def test_what_a_correction_did_before_makes_no_difference(door):
     sim = sim_at(door, INT2)
@@ -43,6 +44,7 @@ def test_what_a_correction_did_before_makes_no_difference(door):
     assert (stored_bytes(sim), sim.encodings) == alone
 
 
+@pytest.mark.slow
 @both
 def test_a_file_keeps_what_rounded_layers_have_taken_up(door, tmp_path):
     sim = sim_at(door, INT2)
@@ -71,6 +73,7 @@ def test_a_failure_brings_shifted_biases_back(door):
         assert sim.encodings == encodings
 
 
+@pytest.mark.slow
 @both
 def test_new_ranges_of_weights_take_shifts_back(door):
     sim = narrow_sim(door)
@@ -94,6 +97,7 @@ def test_scaled_channels_start_from_the_float_model(door, scaling):
         np.testing.assert_array_equal(corrected.stored_floats([site])[site], values)
 
 
+@pytest.mark.slow
 def test_blocks_are_tuned_towards_the_float_model():
     sim = sim_at("torch", INT2)
     state = sim.snapshot(weights=True)

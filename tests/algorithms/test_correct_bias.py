@@ -43,6 +43,7 @@ def mean_error(sim, door, model):
     return (found.astype(np.float64) - exact).reshape(-1, 5).mean(0)
 
 
+@pytest.mark.slow
 @both
 def test_the_mean_shift_of_narrow_ranges_is_gone_on_data_not_seen(door):
     exact = ort.InferenceSession(onnx_layers().SerializeToString(), providers=["CPUExecutionProvider"])
@@ -59,6 +60,7 @@ def test_the_mean_shift_of_narrow_ranges_is_gone_on_data_not_seen(door):
     assert (report.summary["layers"], report.summary["left"]) == (5, 1)
 
 
+@pytest.mark.slow
 def test_both_doors_shift_alike():
     shifted = []
     for door in DOORS:
@@ -71,7 +73,7 @@ def test_both_doors_shift_alike():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_a_second_correction_replaces_the_first(door, tmp_path):
     sim = narrow_sim(door)
@@ -90,6 +92,7 @@ def test_a_second_correction_replaces_the_first(door, tmp_path):
     assert stored_bytes(sim) == once
 
 
+@pytest.mark.slow
 @both
 def test_frozen_encodings_are_corrected_and_stay_frozen(door):
     free, frozen = narrow_sim(door), narrow_sim(door)
@@ -102,6 +105,7 @@ def test_frozen_encodings_are_corrected_and_stay_frozen(door):
     assert all(flags.values())
 
 
+@pytest.mark.slow
 def test_rounded_weights_keep_their_codes():
     sim = narrow_sim("torch")
     adaround(sim, data_of("torch"), progress=False)
@@ -112,6 +116,7 @@ def test_rounded_weights_keep_their_codes():
         assert sim.encodings[site].frozen
 
 
+@pytest.mark.spread(3)
 @both
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -129,6 +134,7 @@ def test_an_option_that_cannot_be_meant_is_refused(door, options, message):
         correct_bias(sim_at(door, data=False), data_of(door))
 
 
+@pytest.mark.slow
 @both
 def test_corrections_that_make_the_outputs_worse_are_put_back(door, monkeypatch):
     from qsdk.algorithms.solvers import bias
@@ -219,6 +225,7 @@ def test_activations_are_those_of_torch(function, module):
     assert (first.layer.activation, last.layer.activation) == (function, None)
 
 
+@pytest.mark.spread(1)
 @both
 def test_a_relu6_that_became_a_relu_is_one(door):
     torch.manual_seed(0)
@@ -268,6 +275,7 @@ def test_a_failure_leaves_everything_as_it_was(door, error, monkeypatch):
     assert stored_bytes(sim) == stored
 
 
+@pytest.mark.slow
 def test_a_bias_that_fits_int32_no_more_is_named():
     """A weight of nearly nothing has a tiny scale; the shift of the layer's input is large beside it."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -331,6 +339,7 @@ def behind() -> tuple[nn.Module, Tensor]:
     return model.eval(), x
 
 
+@pytest.mark.slow
 def test_without_data_the_means_come_from_the_batch_norms():
     model, x = behind()
     sim = quantize(model, x[:4], NARROW)
@@ -376,6 +385,7 @@ def test_the_means_are_those_of_the_data():
             assert float((found - seen[name].mean(1)).abs().max()) < 0.1 * float(spread)
 
 
+@pytest.mark.slow
 def test_what_a_batch_norm_said_is_forgotten_in_training_and_kept_in_files(tmp_path):
     model, x = behind()
     sim = calibrated(model, x[:16])

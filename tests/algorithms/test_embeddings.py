@@ -86,6 +86,7 @@ def weighted_error(sim) -> float:
     return float((counts * np.square(sim.encodings[site].fake_quantize(values) - values)).sum())
 
 
+@pytest.mark.spread(1)
 @both
 def test_the_range_of_a_table_follows_the_rows_that_are_read(door):
     sim = sim_at(door, config_of("int4"))
@@ -129,6 +130,7 @@ def test_rounding_to_nearest_is_best_and_said(door, verb):
     assert np.array_equal(sim.stored_floats([site])[site], stored)
 
 
+@pytest.mark.spread(1)
 @both
 def test_the_other_losses_and_a_correction_of_biases_go_past_it(door):
     sim = sim_at(door, config_of("int4"))

@@ -21,6 +21,7 @@ int2, int3 = dtype_named("int2"), dtype_named("int3")
 LINEAR, PER_CHANNEL = WeightLayout("linear", (32, 96)), PerChannel(0)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(LAYERS),

@@ -102,6 +102,7 @@ def gathered(
     return problem
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(0, 99))
 def test_the_closed_form_is_the_layers_own_error(case: Case, seed: int) -> None:
@@ -127,6 +128,7 @@ def test_each_output_has_its_own_error(case: Case, seed: int) -> None:
     torch.testing.assert_close(problem.drift(), per_channel, rtol=1e-3, atol=1e-5 * energy + 1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_a_weight_comes_back_from_its_matrix(case: Case) -> None:
@@ -139,6 +141,7 @@ def test_a_weight_comes_back_from_its_matrix(case: Case) -> None:
     assert np.array_equal(case.layout.from_matrix(as_torch).numpy(), stored)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from(["tensor", "channel", "block"]), st.integers(1, 4))
 def test_scales_align_with_the_matrix(case: Case, granularity: str, size: int) -> None:

@@ -44,6 +44,7 @@ def as_onnx(model: nn.Sequential):
     return make_model(nodes, {"x": ["n", WIDTH]}, {"y": ["n", WIDTH]}, stored | ends)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("door", DOORS)
 def test_means_behind_a_relu6_are_those_of_the_float_model(door):
     """In front of it they are too, where a network has no such function."""

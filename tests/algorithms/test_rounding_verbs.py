@@ -12,6 +12,7 @@ both = pytest.mark.parametrize("door", DOORS)
 each = pytest.mark.parametrize("verb", [adaround, gptq], ids=["adaround", "gptq"])
 
 
+@pytest.mark.slow
 @both
 @each
 def test_mixed_sims_get_better_on_data_not_seen(door, verb):
@@ -26,6 +27,7 @@ def test_mixed_sims_get_better_on_data_not_seen(door, verb):
     assert network_error(sim, door) < 0.5 * before
 
 
+@pytest.mark.slow
 @each
 def test_both_doors_find_nearly_the_same(verb):
     errors = []
@@ -36,7 +38,7 @@ def test_both_doors_find_nearly_the_same(verb):
     assert errors[0] == pytest.approx(errors[1], rel=0.25)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @each
 def test_the_same_call_gives_the_same_sim(verb):
     sims = [sim_at("torch") for _ in range(2)]
@@ -47,6 +49,7 @@ def test_the_same_call_gives_the_same_sim(verb):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["onnx", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_options_reach_the_solvers(door):
     def after(verb, **options):

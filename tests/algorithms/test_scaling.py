@@ -29,6 +29,7 @@ def channels(weight, axis):
     return np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis))
 
 
+@pytest.mark.spread(1)
 @both
 def test_equalize_keeps_the_float_output_and_makes_ranges_equal(door):
     model = uneven(Chain())
@@ -54,6 +55,7 @@ def test_equalize_keeps_the_float_output_and_makes_ranges_equal(door):
     assert rows(report)["x:input"]["reason"] == "it is an input of the model"
 
 
+@pytest.mark.slow
 def test_equalized_ranges_of_two_layers_are_the_root_of_their_product():
     model = uneven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3)))
     sim = qsdk.quantize(model, torch.ones(1, 3, 8, 8), PER_TENSOR)
@@ -63,6 +65,7 @@ def test_equalized_ranges_of_two_layers_are_the_root_of_their_product():
     np.testing.assert_allclose(channels(stored(sim, "2:weight"), 1), np.sqrt(one * other), rtol=1e-5)
 
 
+@pytest.mark.spread(1)
 @both
 def test_equalized_weights_with_one_scale_lose_less(door):
     torch.manual_seed(3)
@@ -106,6 +109,7 @@ def test_a_relu6_blocks_unless_it_may_become_a_relu(door):
     np.testing.assert_array_equal(in_float(sim, x), exact)
 
 
+@pytest.mark.slow
 @both
 def test_a_relu_that_was_a_relu6_is_saved_and_exported(door, tmp_path):
     model = uneven(Chain(nn.ReLU6))
@@ -121,6 +125,7 @@ def test_a_relu_that_was_a_relu6_is_saved_and_exported(door, tmp_path):
     qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "integer.onnx")
 
 
+@pytest.mark.spread(1)
 @both
 def test_high_biases_move_on_where_nothing_is_padded(door):
     model = uneven(Chain())
@@ -198,6 +203,7 @@ def test_without_data_a_folded_batch_norm_says_how_high_a_bias_is():
     assert "0" not in sim.folded_norms
 
 
+@pytest.mark.slow
 def test_what_folded_batch_norms_say_is_scaled_too():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3)).eval()
     sim = qsdk.quantize(uneven(model), torch.ones(1, 3, 8, 8), PER_TENSOR)
@@ -228,7 +234,7 @@ def with_outliers():
 GROUPS = {"norm1 -> q, k, v", "q x k", "v -> o", "norm2 -> gate, up", "up -> down"}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("alpha", [0.5, "auto"])
 def test_smooth_quant_finds_every_group_of_a_block_and_gets_closer(door, alpha):
@@ -247,6 +253,7 @@ def test_smooth_quant_finds_every_group_of_a_block_and_gets_closer(door, alpha):
         assert all(row["error_after"] <= row["error_before"] for row in report.rows if not row["reason"])
 
 
+@pytest.mark.spread(1)
 @both
 def test_awq_lowers_the_error_of_weights_and_clipping_lowers_it_again(door):
     model = with_outliers()
@@ -295,7 +302,7 @@ def test_awq_clips_the_rows_of_a_packed_weight_that_one_layer_reads(dtype):
         assert (sim.encodings[site].scale < 0.95 * before[site]).any()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_two_runs_give_the_same_bits(door):
     model = with_outliers()
@@ -320,6 +327,7 @@ def test_an_alpha_of_one_leaves_no_spread_in_the_inputs():
 # --- what does not fit --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(1)
 @both
 def test_an_uncalibrated_sim_stays_uncalibrated(door):
     model = with_outliers()
@@ -329,6 +337,7 @@ def test_an_uncalibrated_sim_stays_uncalibrated(door):
     assert report.summary["calibrated_again"].startswith("no")
 
 
+@pytest.mark.spread(1)
 @both
 def test_a_frozen_encoding_blocks_its_groups(door):
     model = with_outliers()
@@ -356,7 +365,7 @@ class Broken(list):
             raise KeyboardInterrupt
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("verb", ["equalize", "smooth_quant", "awq"])
 def test_an_interrupt_leaves_the_sim_bit_for_bit_as_it_was(door, verb):
@@ -388,6 +397,7 @@ def test_options_that_do_not_exist_are_refused():
         qsdk.equalize(sim)
 
 
+@pytest.mark.spread(1)
 @both
 def test_factors_stay_within_the_numbers_of_float16(door, tmp_path):
     torch.manual_seed(0)

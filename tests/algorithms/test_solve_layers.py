@@ -100,7 +100,7 @@ def held_out_error(sim: QuantSim, model: nn.Module) -> float:
     return float((sim(x) - reference).square().sum() / (reference - reference.mean(0)).square().sum())
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [None, 2])
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, block_size: int | None) -> None:
@@ -114,6 +114,7 @@ def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, bloc
     assert (report.summary["layers"], report.summary["left"]) == (5, 0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_the_network_gets_better_on_unseen_data(model: nn.Module, sim: QuantSim, solver: Solver) -> None:
     before = held_out_error(sim, model)
@@ -121,6 +122,7 @@ def test_the_network_gets_better_on_unseen_data(model: nn.Module, sim: QuantSim,
     assert held_out_error(sim, model) < 0.8 * before
 
 
+@pytest.mark.slow
 def test_seq_mse_moves_ranges_and_biases_and_adaround_weights_only(sim: QuantSim) -> None:
     weights = {site: p.detach().clone() for site, p in sim.model.named_parameters()}
     ranges = dict(sim.encodings)
@@ -175,6 +177,7 @@ def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module, sim: 
     assert seen["twice:weight"].rows > seen["up:weight"].rows / 2
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_sim(calibrated: QuantSim) -> None:
     sims = [copy.deepcopy(calibrated) for _ in range(3)]
     for sim, seed in zip(sims, (1, 1, 2), strict=True):
@@ -193,6 +196,7 @@ def test_the_callers_model_and_the_parameters_identity_stay(model: nn.Module, si
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_the_sim_as_it_was(sim: QuantSim) -> None:
     sim.model.train()
     before, output = state(sim), sim(data(1)[0])
@@ -223,6 +227,7 @@ def test_bad_data_is_named_and_changes_nothing(sim: QuantSim) -> None:
     assert_same(before, state(sim))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_inputs_whose_squares_are_beyond_float32_are_an_error(solver: Solver) -> None:
     torch.manual_seed(0)
@@ -232,6 +237,7 @@ def test_inputs_whose_squares_are_beyond_float32_are_an_error(solver: Solver) ->
         solve_each_layer(sim, batches, solver)
 
 
+@pytest.mark.slow
 def test_an_uncalibrated_sim_is_refused(model: nn.Module) -> None:
     sim = quantize(model, data(1)[0], w4a8())
     with pytest.raises(CalibrationError, match="call qsdk"):
@@ -272,6 +278,7 @@ class Odd(nn.Module):
         return self.output(F.linear(x, self.loose))
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_solved_are_listed_with_the_reason() -> None:
     torch.manual_seed(0)
     batches = [(torch.randint(7, (4, 5)),) for _ in range(3)]

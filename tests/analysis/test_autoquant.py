@@ -116,6 +116,7 @@ def test_a_stream_with_an_outlier_is_rotated_and_the_lines_repeat_it():
     assert torch.equal(names["sim"](data[-1]), report.sim(data[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["module", "file"])
 def test_narrow_weights_are_rounded_and_the_lines_repeat_it(model, exported, sqnr, side):
     given = model if side == "module" else exported
@@ -131,6 +132,7 @@ def test_narrow_weights_are_rounded_and_the_lines_repeat_it(model, exported, sqn
     assert np.array_equal(outputs_of(names["sim"]), outputs_of(report.sim))
 
 
+@pytest.mark.slow
 def test_the_result_is_never_worse_than_the_preset_and_says_what_was_missed(model, sqnr):
     report = run(model, sqnr, max_drop=0.0, config=qsdk.w4a8())
     kept = [row["metric"] for row in report.rows if row["kept"]]
@@ -140,6 +142,7 @@ def test_the_result_is_never_worse_than_the_preset_and_says_what_was_missed(mode
     assert "mixed_precision" in steps(report)
 
 
+@pytest.mark.slow
 def test_mixed_precision_meets_what_rounding_does_not(model, sqnr):
     report = run(model, sqnr, max_drop=92.0, config=qsdk.w4a8())
     assert report.summary["met"]
@@ -164,6 +167,7 @@ def test_the_path_keeps_the_steps_that_its_lines_repeat():
         assert (step in kept) == (f"qsdk.{step}(" in report.code), report.full()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("side", ["module", "file"])
 def test_the_file_fits_into_max_bytes(model, exported, sqnr, tmp_path, side):
     given = model if side == "module" else exported
@@ -196,18 +200,21 @@ def test_time_is_a_budget_that_can_be_missed(model, sqnr):
     assert "ms" in report.summary["missed"][0]
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_path(model, sqnr):
     first, second = (run(model, sqnr, max_drop=102.0, config=qsdk.w4a8(), seed=3) for _ in range(2))
     assert [(row["step"], row["metric"]) for row in first.rows] == [(row["step"], row["metric"]) for row in second.rows]
     assert first.code == second.code
 
 
+@pytest.mark.slow
 def test_the_users_model_is_left_alone(model, sqnr):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run(model, sqnr, data=[*BATCHES], max_drop=104.0, config=qsdk.w4a8())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_passes_count_the_processors_time_and_not_waiting(model, sqnr):
     class Slow(list):
         """The second float pass is slow to read, and every pass after it."""
@@ -225,6 +232,7 @@ def test_passes_count_the_processors_time_and_not_waiting(model, sqnr):
     assert report.summary["passes"] * 0.002 < 1.0  # 2 s of waiting would be 1000 float passes of 2 ms
 
 
+@pytest.mark.slow
 def test_data_that_can_be_read_once_is_kept(model, sqnr):
     report = qsdk.autoquant(model, BATCHES[0], iter(BATCHES), sqnr, max_drop=104.0, config=qsdk.w4a8(), progress=False)
     assert len(report.rows) > 2
@@ -249,6 +257,7 @@ def test_what_costs_least_per_byte_is_lowered_first():
     assert choose_lowered(weights, 211) is None
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("side", "max_drop"), [("module", 117.0), ("file", 109.0)])  # 23 dB are enough
 def test_smaller_uses_what_is_left_of_the_budget_for_a_smaller_file(model, exported, sqnr, tmp_path, side, max_drop):
     given = model if side == "module" else exported

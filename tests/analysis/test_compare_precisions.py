@@ -25,6 +25,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [name if name == "4 bits" else pytest.param(name, marks=SLOW) for name in CONFIGS])
 def test_nothing_is_off_between_module_sim_and_file(config: str, tmp_path: Path) -> None:
     module, x = transformer()

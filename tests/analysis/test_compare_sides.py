@@ -83,6 +83,7 @@ def rows(report: qsdk.Report) -> Mapping[str, Mapping[str, Any]]:
 SITES = ["relu", "block.1", "head"]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("other", ["sim", "file", "float_file", "onnx_sim", "module"])
 def test_a_module_is_compared_with_every_kind_of_model(forms: Forms, onnx_sim: Any, other: str) -> None:
     report = compared(forms, forms.module, onnx_sim if other == "onnx_sim" else getattr(forms, other))

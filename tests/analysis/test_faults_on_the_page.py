@@ -44,7 +44,10 @@ def shares(report: qsdk.Report) -> dict[str, float]:
     return {row["layer"]: row["share"] for row in report.rows if row["share"] is not None}
 
 
-@pytest.mark.parametrize(("network", "tensor", "factor", "layer"), FAULTS)
+@pytest.mark.parametrize(
+    ("network", "tensor", "factor", "layer"),
+    [fault if "weight" in fault[1] else pytest.param(*fault, marks=pytest.mark.slow) for fault in FAULTS],
+)
 def test_the_page_marks_the_layer_of_a_planted_fault(
     folder: Path, network: str, tensor: str, factor: float, layer: str
 ) -> None:

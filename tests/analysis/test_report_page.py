@@ -88,6 +88,7 @@ def files(batches, tmp_path_factory):
     return folder, arrays
 
 
+@pytest.mark.slow
 def test_the_page_of_a_sim_shows_every_layer_and_who_causes_the_noise(sim, with_data, batches):
     report, path = with_data
     page = Page(path)
@@ -139,12 +140,14 @@ def test_the_page_needs_nothing_else(with_data):
     assert not re.search(r"#0000[abAB]\d", page)  # the colours that stand for those of the style sheet
 
 
+@pytest.mark.slow
 def test_the_same_page_is_the_same_bytes(sim, with_data, batches, tmp_path):
     qsdk.report(sim, tmp_path / "again.html", data=batches, progress=False)
     assert (tmp_path / "again.html").read_bytes() == with_data[1].read_bytes()
     assert len(with_data[1].read_bytes()) < 400_000
 
 
+@pytest.mark.slow
 def test_a_page_without_data_is_coloured_by_dtype(sim, tmp_path):
     report = qsdk.report(sim, tmp_path / "page.html", progress=False)
     page = Page(tmp_path / "page.html")
@@ -225,6 +228,7 @@ def beside(sim, batches, tmp_path_factory):
     return Page(path), other
 
 
+@pytest.mark.slow
 def test_each_layer_opens_to_the_pictures_of_both_models(sim, beside):
     page, other = beside
     drawn = [site for site, d in sim.plan.decisions.items() if d.kind == "weight" and other.encodings.get(site)]
@@ -264,6 +268,7 @@ def test_both_networks_stand_in_one_strip_with_one_scale(sim, beside):
     assert places == [layer["data-order"] for layer in page.layers]
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_marked_for_the_filter(files, tmp_path):
     folder, arrays = files
     raised = calibrated(folder / "float.onnx", None, arrays, qsdk.w4a8().override("*", op_type="Conv", weight="int8"))
@@ -278,6 +283,7 @@ def test_layers_that_differ_are_marked_for_the_filter(files, tmp_path):
 HOSTILE = '<script>alert(\'&"1")</script>'
 
 
+@pytest.mark.slow
 def test_names_are_escaped_everywhere(tmp_path):
     rng = np.random.default_rng(0)
     weight = numpy_helper.from_array(rng.normal(size=(4, 3)).astype(np.float32), "w")
@@ -308,6 +314,7 @@ def test_pictures_are_bounded_to_the_worst_layers(sim, batches, tmp_path, monkey
     assert len(page.layers) == 29
 
 
+@pytest.mark.slow
 def test_clipped_values_are_counted_and_marked(tmp_path):
     model, x = nn.Linear(4, 2), torch.linspace(-1, 1, 400).reshape(100, 4)
     sim = calibrated(model, x, [x / 2], qsdk.w8a8())
@@ -351,6 +358,7 @@ def test_what_is_wrong_is_said_and_the_page_that_was_there_stays(sim, batches, t
     assert path.read_text() == "before"
 
 
+@pytest.mark.slow
 def test_a_model_in_float64_has_a_page(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double().eval(), torch.randn(8, 8).double()

@@ -54,6 +54,7 @@ def branches():
     return calibrated(Branches().eval(), batches, qsdk.w4a8()), batches
 
 
+@pytest.mark.slow
 def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
     sim, batches = demo
     estimated = by_row(qsdk.sensitivity(sim, batches, progress=False))
@@ -64,6 +65,7 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
     assert np.median(np.abs(pairs[:, 0] - pairs[:, 1])) < 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [2]), ([2], [2]), ([300], [32])]
 )
@@ -79,6 +81,7 @@ def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows(demo, sizes, u
     assert calls == [rows for count in used for rows in (count, count)]  # in float and in the simulation
 
 
+@pytest.mark.slow
 def test_a_model_of_a_fixed_number_of_rows_gets_them_all(branches):
     class Fixed(nn.Module):
         def __init__(self):
@@ -111,6 +114,7 @@ class Gated(nn.Module):
         return self.one(x), self.two(x) * (x[:, :1] > 0), self.one(x).relu() * 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_an_output_that_starts_at_0_counts_and_one_that_is_always_0_is_named(exact):
     torch.manual_seed(0)
@@ -137,6 +141,7 @@ def both(tmp_path_factory):
     return calibrated(model, batches, qsdk.w4a8()), batches, osim, fed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_both_sides_say_the_same(both, exact):
     sim, batches, osim, fed = both
@@ -146,6 +151,7 @@ def test_both_sides_say_the_same(both, exact):
     assert [row["sqnr_db"] for row in theirs.rows] == pytest.approx(ours, abs=0.02)
 
 
+@pytest.mark.slow
 def test_an_opened_file_can_be_asked_and_keeps_its_session(both, tmp_path):
     sim, batches, _, _ = both
     fed = [batch.numpy() for batch in batches]
@@ -162,6 +168,7 @@ def test_an_opened_file_can_be_asked_and_keeps_its_session(both, tmp_path):
     assert sorted(kinds[1]) == pytest.approx(sorted(wanted), abs=8.0)  # behind coarser weights
 
 
+@pytest.mark.slow
 def test_exact_rows_are_those_of_a_sim_with_one_layer_quantized(branches):
     sim, batches = branches
     report = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
@@ -175,6 +182,7 @@ def test_exact_rows_are_those_of_a_sim_with_one_layer_quantized(branches):
         assert report[layer, "weights"]["sqnr_db"] == pytest.approx(db, abs=0.05)  # int32 biases add a little
 
 
+@pytest.mark.slow
 def test_all_but_one_is_the_reverse(branches):
     sim, batches = branches
     report = qsdk.sensitivity(sim, batches, exact=True, progress=False)
@@ -184,6 +192,7 @@ def test_all_but_one_is_the_reverse(branches):
     assert worst["sqnr_db_without"] > report.summary["sqnr_db"] + 1.0
 
 
+@pytest.mark.slow
 def test_a_layer_behind_no_grad_is_measured(branches):
     sim, batches = branches
     report = qsdk.sensitivity(sim, batches, progress=False)
@@ -193,6 +202,7 @@ def test_a_layer_behind_no_grad_is_measured(branches):
     assert found["sqnr_db"] == pytest.approx(exact["gate", "weights"]["sqnr_db"], abs=0.5)
 
 
+@pytest.mark.slow
 def test_a_model_without_gradients_is_measured(branches):
     sim, batches = branches
     frozen = calibrated(WithoutGradients(sim.unwrap()).eval(), batches, qsdk.w4a8())
@@ -213,6 +223,7 @@ class WithoutGradients(nn.Module):
             return self.inner(x)
 
 
+@pytest.mark.slow
 def test_a_metric_is_called_with_each_row_alone(branches):
     sim, batches = branches
     with torch.no_grad():
@@ -232,6 +243,7 @@ def test_a_metric_is_called_with_each_row_alone(branches):
     assert by_row(report)["last", "weights"]["drop"] == pytest.approx(alone, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_users_changes(branches):
     sim, batches = branches
     for parameter in sim.model.parameters():
@@ -245,6 +257,7 @@ def test_nothing_of_the_users_changes(branches):
     assert sim.model.training
 
 
+@pytest.mark.slow
 def test_a_metric_that_fails_leaves_the_sim(branches):
     sim, batches = branches
     before = sim(batches[0])
@@ -257,6 +270,7 @@ def test_a_metric_that_fails_leaves_the_sim(branches):
     assert torch.equal(sim(batches[0]), before)
 
 
+@pytest.mark.slow
 def test_masks_of_infinity_do_not_spoil_the_estimate():
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
@@ -292,6 +306,7 @@ def test_wrong_arguments_are_named(branches, data, options, error, words):
         qsdk.sensitivity(branches[0], data, progress=False, **options)
 
 
+@pytest.mark.slow
 def test_an_uncalibrated_sim_is_refused():
     model, x = nn.Linear(4, 2), torch.randn(2, 4)
     with pytest.raises(qsdk.CalibrationError, match="no encoding"):
@@ -323,6 +338,7 @@ def test_outputs_without_floats_are_refused():
         qsdk.sensitivity(calibrated(Classes().eval(), [x], qsdk.w8a8()), [x], progress=False)
 
 
+@pytest.mark.slow
 def test_a_batch_without_rows_tells_nothing_and_spoils_nothing(branches):
     sim, batches = branches
     whole = by_row(qsdk.sensitivity(sim, batches[:1], exact=True, progress=False))
@@ -340,6 +356,7 @@ class Pools(nn.Module):
         return self.last(y).flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [qsdk.w8a8(), qsdk.weight_only("int4")])
 def test_a_pool_of_a_quantized_file_counts_once_whatever_the_config(tmp_path, config):
     torch.manual_seed(0)

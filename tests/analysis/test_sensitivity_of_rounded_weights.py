@@ -52,6 +52,7 @@ def calibrated(model, x, door):
     return sim, data, true_sqnr
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("verb", ROUNDING)
 def test_rounded_weights_are_named_and_the_whole_counts_from_the_given_model(model, x, door, verb):
@@ -70,6 +71,7 @@ def test_rounded_weights_are_named_and_the_whole_counts_from_the_given_model(mod
     assert max(row["drop"] for row in exact.rows) < exact.summary["drop"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_a_shifted_bias_is_no_part_of_the_float_model(model, x, door):
     sim, data, true_sqnr = calibrated(model, x, door)
@@ -79,6 +81,7 @@ def test_a_shifted_bias_is_no_part_of_the_float_model(model, x, door):
     assert report.summary["sqnr_db"] == pytest.approx(true_sqnr(sim), abs=0.01)
 
 
+@pytest.mark.slow
 def test_searches_say_it_too(model, x):
     sim, data, true_sqnr = calibrated(model, x, "torch")
     qsdk.adaround(sim, data, progress=False)

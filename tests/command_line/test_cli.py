@@ -107,6 +107,7 @@ def document(capsys: pytest.CaptureFixture[str], *command: str | Path, code: int
 # --- quantize -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quantize_gives_what_the_verbs_give(at: Path, capsys):
     command = (
         "quantize",
@@ -133,6 +134,7 @@ def test_quantize_gives_what_the_verbs_give(at: Path, capsys):
     assert found["summary"]["calibration"] == "min_max on images.npy"
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_in_order_and_a_config_from_a_file(at: Path, capsys):
     qsdk.w4a8().save(at / "config.json")
     for name, data in (("a.onnx", ["--data", "some"]), ("b.onnx", ["--data", "some/a.npy", "--data", "some/b.npy"])):
@@ -146,6 +148,7 @@ def test_a_folder_is_read_in_order_and_a_config_from_a_file(at: Path, capsys):
     assert first == sim.encodings
 
 
+@pytest.mark.slow
 def test_random_data_says_that_it_is_not_for_deployment(at: Path, capsys):
     command = ("quantize", "float.onnx", at / "m.onnx", "--random", "2", "--shape", "x=4,3,8,8")
     code, out, err = said(capsys, *command)
@@ -291,6 +294,7 @@ def test_encodings_convert_there_and_back(at: Path, capsys):
 # --- parity -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parity_passes_for_what_quantize_wrote(at: Path, capsys):
     found = document(
         capsys, "parity", "model.onnx", "--data", "images.npz", "--float", "float.onnx", "--min-sqnr", "30"
@@ -314,6 +318,7 @@ def test_parity_finds_what_the_session_gets_wrong(at: Path, capsys):
     assert exact["summary"]["sqnr_db"] == "inf"
 
 
+@pytest.mark.slow
 def test_parity_says_what_cannot_be_loaded_at_a_level(at: Path, capsys):
     sim = qsdk.quantize("float.onnx", None, qsdk.w8a8().override("*", activation="int8"))
     qsdk.calibrate(sim, [IMAGES], progress=False)
@@ -344,6 +349,7 @@ def test_parity_refuses_an_invalid_file(at: Path, capsys):
 # --- to-integer, report ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_to_integer(at: Path, capsys):
     assert said(capsys, "quantize", "mlp.onnx", at / "mlp.q.onnx", "--data", "vectors.npy")[0] == 0
     found = document(capsys, "to-integer", at / "mlp.q.onnx", at / "mlp.int.onnx", "--edges", "integer")
@@ -389,6 +395,7 @@ class Page(HTMLParser):
         self.seen.append(data.strip())
 
 
+@pytest.mark.slow
 def test_the_page_of_a_report_stands_alone(at: Path, capsys):
     found = document(capsys, "report", "model.onnx")
     layers = document(capsys, "report", "model.onnx", "--out", at / "model.html")
@@ -468,6 +475,7 @@ def test_help_shows_an_example_and_the_exit_codes(capsys, command: str):
     assert "exit codes: 0 fine; 1 errors found" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "code"), [("model.onnx", 0), ("conflict.onnx", 1), ("text.onnx", 2)])
 def test_a_process_exits_with_the_code(folder: Path, model: str, code: int):
     command = [sys.executable, "-m", "qsdk.cli", "validate", model, "--json"]
@@ -479,6 +487,7 @@ def test_a_process_exits_with_the_code(folder: Path, model: str, code: int):
         assert found.stdout == ""
 
 
+@pytest.mark.slow
 def test_the_command_line_is_light_to_import():
     code = "import sys, qsdk.cli; print(sorted({'torch', 'onnx', 'onnxruntime'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

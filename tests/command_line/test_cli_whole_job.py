@@ -221,6 +221,7 @@ def test_evaluate_counts_right_answers(at: Path, capsys):
     assert score("--metric", "mine.py:closeness")["closeness"] < 0
 
 
+@pytest.mark.slow
 def test_integers_are_measured_on_the_users_data(at: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "arrays.npz")
     taken = []
@@ -265,6 +266,7 @@ def test_evaluate_takes_float_quantized_and_integer_files_side_by_side(at: Path,
         assert found["rows"][0]["top1"] > 0.7
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("data", ["arrays.npz", "pictures"])
 def test_evaluate_says_how_to_score_a_file_that_takes_codes(at: Path, capsys, data: str):
     said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "arrays.npz")
@@ -411,6 +413,7 @@ def test_sensitivity_ranks_the_layers_of_a_float_model_and_of_a_quantized_file(a
     assert (code, "is quantized already; leave out --config" in err) == (2, True)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["make_model", "make_with_example"])
 def test_a_module_is_made_by_a_function(at: Path, capsys, name: str):
     command = ("quantize", f"mine.py:{name}", at / "m.onnx", "--batch-size", "10", "--verbs", "seq_mse")

@@ -54,6 +54,7 @@ def exported(sim: qsdk.QuantSim, folder: Path, done: dict[str, qsdk.Report]) -> 
     done["load_encodings"] = qsdk.load_encodings(sim, folder / "encodings.json")
 
 
+@pytest.mark.spread(13)
 @pytest.mark.parametrize("name", documented())
 def test_a_report_has_the_documented_keys(name: str, reports: Callable[[str], qsdk.Report]):
     (row_always, always), (row_every, every) = documented()[name]

@@ -82,6 +82,7 @@ def test_a_custom_op_is_translated_by_each_test():
     assert key(Custom()) is None
 
 
+@pytest.mark.slow
 def test_a_shared_translation_is_that_of_its_own_module(monkeypatch: pytest.MonkeyPatch):
     first = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
     second = copy.deepcopy(first)

@@ -74,11 +74,13 @@ def exported_heads(tmp_path, *, transposed: bool = False) -> str:
     return str(tmp_path / "heads.onnx")
 
 
+@pytest.mark.slow
 def test_the_integer_model_leaves_with_one_dequantize_and_a_scale_per_row(tmp_path):
     report = qsdk.to_integer(exported_heads(tmp_path), tmp_path / "heads.int.onnx")
     assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("edges", "transposed"), [("float", True), ("integer", False)])
 def test_parts_that_an_edge_cannot_hold_are_refused_with_the_remedy(tmp_path, edges: str, transposed: bool):
     path = exported_heads(tmp_path, transposed=transposed)

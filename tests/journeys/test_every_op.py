@@ -88,7 +88,7 @@ def road(request, network, tmp_path_factory):
     return sim, batches, folder
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 def test_every_float_tensor_has_a_reason(road):
     sim, _, _ = road
     rows = sim.coverage().to_dict()["rows"]
@@ -97,7 +97,7 @@ def test_every_float_tensor_has_a_reason(road):
     assert all(site.startswith("(") for site in left), left  # scalars and bounds only
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 def test_parity_holds_site_by_site(road):
     sim, batches, folder = road
     report = qsdk.check_parity(sim, folder / "model.onnx", batches[:2], progress=False)
@@ -118,7 +118,7 @@ def test_the_exported_file_runs_at_every_level_as_simulated(road):
         assert (np.abs(got - expected) / scale > 1.5).mean() < 0.05, level
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 def test_the_integer_model_has_no_float_and_is_bit_identical_everywhere(road):
     sim, batches, folder = road
     path = str(folder / "model.int.onnx")

@@ -111,7 +111,7 @@ def captured(sim, x):
     return {site: torch.from_numpy(value) for site, value in values.items()}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @alone
 def test_the_sim_computes_what_the_submodule_computes_in_that_type(road, rule, dtype):
     model, sim, batches, _ = road(rule, dtype)
@@ -124,6 +124,7 @@ def test_the_sim_computes_what_the_submodule_computes_in_that_type(road, rule, d
         assert torch.equal(values[result], wanted)
 
 
+@pytest.mark.spread(1)
 @also_in_a_row
 def test_the_file_is_within_a_unit_of_the_sim_at_every_site(road, rule, dtype):
     _, sim, batches, path = road(rule, dtype)
@@ -133,6 +134,7 @@ def test_the_file_is_within_a_unit_of_the_sim_at_every_site(road, rule, dtype):
     assert not [row for row in qsdk.validate(path).rows if row["severity"] == "error"]
 
 
+@pytest.mark.spread(2)
 @also_in_a_row
 def test_opened_and_exported_again_it_is_the_same_file_and_gives_the_same(road, tmp_path, rule, dtype):
     _, sim, batches, path = road(rule, dtype)
@@ -145,6 +147,7 @@ def test_opened_and_exported_again_it_is_the_same_file_and_gives_the_same(road, 
     np.testing.assert_allclose(back.run(batches[0].numpy())[0], wanted, atol=0.02 * np.abs(wanted).max())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("rule", "dtype"), [("bn", "float16"), ("ln1", "bfloat16")])
 def test_a_plain_session_agrees_with_the_sim(road, rule, dtype):
     _, _, batches, path = road(rule, dtype)
@@ -188,6 +191,7 @@ def test_a_region_of_islands_has_casts_at_its_edges_and_around_numbers_that_floa
     assert {makers[node.input[0]].op_type for node in casts if node not in ups and node.input[0] in makers} == {"Mul"}
 
 
+@pytest.mark.slow
 def test_bfloat16_islands_in_the_pure_dialect_have_no_cast_either(road, tmp_path):
     _, sim, batches, _ = road("ln1", "bfloat16")
     qsdk.export(sim, tmp_path / "pure.onnx", dialect="onnx")
@@ -206,6 +210,7 @@ def test_coverage_names_the_type_also_for_the_parameters_of_a_batch_norm(road):
     assert [rows[site]["dtype"] for site in named[1:]] == ["float16"] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [
@@ -237,6 +242,7 @@ def test_an_island_trains_and_its_weights_follow(rule, dtype):
         assert not torch.equal(before["bn.running_mean"], after["bn.running_mean"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "dtype"), [("bn", "float16"), ("ln1", "bfloat16")])
 def test_a_saved_sim_computes_the_same_islands(road, tmp_path, rule, dtype):
     model, sim, batches, path = road(rule, dtype)
@@ -269,7 +275,7 @@ def test_an_integer_model_names_the_island_and_not_what_it_reads(road, tmp_path)
     assert set(named) <= {node.name for node in onnx.load(path).graph.node}  # and no cast that is not in the file
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both_types
 def test_an_onnx_file_gets_islands_too(dtype, tmp_path):
     model, batches = made(Block)

@@ -90,12 +90,13 @@ def test_a_file_of_another_float_type_goes_the_whole_road(name: str, tmp_path):
     check_road(build(*facts), tmp_path, qsdk.w8a8())
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("net", [cnn, transformer])
 def test_a_mixed_file_goes_the_whole_road(net, dtype: str, tmp_path):
     check_road(of_net(net, dtype, mixed=True), tmp_path, qsdk.w8a8())
 
 
+@pytest.mark.slow
 def test_int4_weights_in_blocks_and_16_bit_activations_too(tmp_path):
     check_road(of_module("linear", "bfloat16"), tmp_path, qsdk.w4a16(block_size=32), worst=0.2)

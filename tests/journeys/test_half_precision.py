@@ -101,7 +101,7 @@ NETWORKS_BY_COST = ["block", pytest.param("convolutions", marks=pytest.mark.slow
 DTYPES_BY_COST = ["float16", "bfloat16", pytest.param("float64", marks=pytest.mark.slow)]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("network", "dtype", "config"), WAYS)
 def test_the_file_computes_what_the_sim_does(road, network, dtype, config):
     sim, batches, path = road(network, dtype, config)
@@ -110,6 +110,7 @@ def test_the_file_computes_what_the_sim_does(road, network, dtype, config):
     assert report.summary["weights_max_lsb"] == 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("network", "dtype", "config"), WAYS)
 def test_opened_and_exported_again_it_is_the_same_file(road, tmp_path, network, dtype, config):
     _, _, path = road(network, dtype, config)
@@ -117,6 +118,7 @@ def test_opened_and_exported_again_it_is_the_same_file(road, tmp_path, network, 
     assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES_BY_COST)
 @pytest.mark.parametrize("network", NETWORKS_BY_COST)
 def test_the_default_session_is_exact_at_every_site(road, network, dtype):
@@ -162,6 +164,7 @@ def test_pure_bfloat16_files_hold_bfloat16_scales_and_no_cast_around_ops(road, t
     assert not any("kernel_cast" in node.name for node in model.graph.node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES_BY_COST)
 @pytest.mark.parametrize("network", NETWORKS_BY_COST)
 def test_the_integer_model_of_a_half_file_has_no_float(road, tmp_path, network, dtype):
@@ -186,7 +189,7 @@ class Padded(nn.Module):
         return self.head(self.attend(x, x, x, key_padding_mask=padding, need_weights=False)[0])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", [False, True])  # torch pads the mask for keys of its own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_a_padding_mask_has_an_integer_model_in_any_type(tmp_path, dtype, longer):
@@ -212,7 +215,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_states_between_steps_are_as_wide_in_the_sim_as_in_the_file(tmp_path, kind, dtype):
@@ -236,6 +239,7 @@ def _run(path, x):
     return session.run(None, {session.get_inputs()[0].name: x})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES_BY_COST)
 def test_a_changed_weight_fails_parity_and_so_does_a_changed_scale(road, tmp_path, dtype):
     sim, batches, path = road("block", dtype, "w8a8")
@@ -258,7 +262,7 @@ def test_validate_finds_nothing_wrong_with_a_half_file(road, dtype):
     ] == []
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_coverage_names_the_modules_own_type_where_it_stays_float(dtype):
     model, batches = made("block", dtype)
@@ -268,7 +272,7 @@ def test_coverage_names_the_modules_own_type_where_it_stays_float(dtype):
     assert (rows["head:output"]["dtype"], rows["head:output"]["state"]) == (dtype, "float")
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("later", DTYPES_BY_COST)
 def test_a_sim_that_changes_its_type_after_calibration_exports_in_the_new_one(tmp_path, later):
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ def plain(source: str | bytes) -> ort.InferenceSession:
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_file_goes_the_whole_road(name: str, tmp_path: Path):
     real = MODELS[name]

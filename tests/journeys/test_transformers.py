@@ -62,6 +62,7 @@ def require_explained(sim: Any) -> None:
     assert left == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_the_whole_road(name: str, tmp_path: Path):
     architecture = ARCHITECTURES[name]

@@ -99,6 +99,7 @@ def test_exact_arithmetic(dtype, granularity: str):
             assert same_bits(encoding.fake_quantize(case.x).ravel(), exact), case
 
 
+@pytest.mark.slow
 @given(cases())
 @lawful
 def test_exact_arithmetic_anywhere(case: Case):
@@ -107,12 +108,14 @@ def test_exact_arithmetic_anywhere(case: Case):
     assert case.encoding.quantize(case.x).astype(int).ravel().tolist() == expected
 
 
+@pytest.mark.slow
 @given(cases(wild_scales=True))
 @lawful
 def test_numpy_and_torch_agree_bit_for_bit(case: Case):
     assert same_bits(in_torch(case), case.encoding.fake_quantize(case.x))
 
 
+@pytest.mark.slow
 @given(cases())
 @lawful
 def test_quantize_then_dequantize_is_fake_quantize(case: Case):
@@ -126,6 +129,7 @@ def test_quantize_then_dequantize_is_fake_quantize(case: Case):
         assert same_bits(affine.fake_quantize(case.x, scale, zero_point, encoding.dtype.lo, encoding.dtype.hi), y)
 
 
+@pytest.mark.slow
 @given(cases())
 @lawful
 def test_quantized_values_are_inside_the_grid(case: Case):
@@ -134,6 +138,7 @@ def test_quantized_values_are_inside_the_grid(case: Case):
     assert q.max() <= case.encoding.dtype.hi
 
 
+@pytest.mark.slow
 @given(cases((*INTEGERS, *MINIFLOATS)))
 @lawful
 def test_idempotent(case: Case):
@@ -141,6 +146,7 @@ def test_idempotent(case: Case):
     assert same_bits(case.encoding.fake_quantize(once), once)
 
 
+@pytest.mark.slow
 @given(cases((*INTEGERS, *MINIFLOATS), ("tensor",)))
 @lawful
 def test_monotone(case: Case):
@@ -149,6 +155,7 @@ def test_monotone(case: Case):
     assert (np.diff(case.encoding.fake_quantize(x)) >= 0).all()
 
 
+@pytest.mark.slow
 @given(cases(fillings=("random", "ties")))
 @lawful
 def test_inside_the_range_the_error_is_at_most_half_a_step(case: Case):
@@ -172,6 +179,7 @@ def test_zero_is_exact_for_a_thousand_ranges():
         assert encoding.dequantize(encoding.quantize(np.zeros(1))).tolist() == [0.0], (ends, spec)
 
 
+@pytest.mark.slow
 @given(finite_ranges(), st.sampled_from(INTEGERS), st.booleans(), st.sampled_from([None, 1, 7]))
 @lawful
 def test_any_finite_range_gives_an_encoding_that_holds_zero(ends, dtype, symmetric: bool, scale_bits):
@@ -184,6 +192,7 @@ def test_any_finite_range_gives_an_encoding_that_holds_zero(ends, dtype, symmetr
 # granularities
 
 
+@pytest.mark.slow
 @given(cases((*INTEGERS, *MINIFLOATS), ("channel",)))
 @lawful
 def test_a_block_over_the_full_axis_is_one_scale_for_the_axis(case: Case):
@@ -200,6 +209,7 @@ def test_a_block_over_the_full_axis_is_one_scale_for_the_axis(case: Case):
     assert same_bits(per_block.fake_quantize(case.x), per_channel.fake_quantize(case.x))
 
 
+@pytest.mark.slow
 @given(cases((*INTEGERS, *MINIFLOATS), ("block",)))
 @lawful
 def test_blocks_of_one_are_scales_per_element(case: Case):
@@ -213,6 +223,7 @@ def test_blocks_of_one_are_scales_per_element(case: Case):
     assert same_bits(np.array(alone, np.float32), single.fake_quantize(case.x).ravel())
 
 
+@pytest.mark.slow
 @given(cases((*INTEGERS, *MINIFLOATS), ("channel", "block")))
 @lawful
 def test_a_negative_axis_counts_from_the_end(case: Case):

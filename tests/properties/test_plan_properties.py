@@ -124,6 +124,7 @@ def without_names(graph: Graph, d: Decision) -> tuple[object, ...]:
     return d.kind, d.spec, d.op_type, d.state, tied, d.passes_through, bias_of, d.shape, reason, d.rule
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(sorted(CONFIGS)))
 def test_a_plan_does_not_depend_on_names(data: st.DataObject, name: str):
@@ -197,6 +198,7 @@ def assembled(context: PlanningContext) -> set[int]:
     return set(find_assemblies(graph, movers, FIXED_RANGES))
 
 
+@pytest.mark.slow
 @given(drawn=with_more_outputs())
 def test_layers_stay_per_channel_whatever_leaves_the_model(drawn: tuple[Graph, Graph, set[int]]):
     graph = drawn[1]

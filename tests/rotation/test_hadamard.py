@@ -7,6 +7,7 @@ from qsdk.algorithms.rotation.hadamard import hadamard
 from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, random_orthogonal, randomized_hadamard
 
 
+@pytest.mark.spread(14)
 @pytest.mark.parametrize("size", [1, 2, 4, 12, 20, 24, 28, 36, 44, 60, 68, 144, 288, 384, 768, 896])
 def test_rows_of_signs_are_orthogonal(size):
     signs = hadamard(size)

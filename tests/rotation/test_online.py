@@ -20,6 +20,7 @@ KIND = "input of a layer, at run time"
 LINEAR = replace(qsdk.w4a8(block_size=12), only_linear=True)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("size", "factors"), [(1, 1), (36, 1), (64, 1), (96, 2), (768, 2), (5632, 2), (11008, 2), (67, 1)]
 )
@@ -143,6 +144,7 @@ def calibrated():
     return model, sim
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_the_sim_as_it_was(calibrated):
     sim = copy.deepcopy(calibrated[1])
     module, wanted, sites = sim.model, sim(IDS), list(sim.plan.decisions)
@@ -153,6 +155,7 @@ def test_a_failure_leaves_the_sim_as_it_was(calibrated):
     assert torch.equal(sim(IDS), wanted)
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_keeps_its_input(calibrated):
     sim = copy.deepcopy(calibrated[1])
     sim.freeze("model.model.layers.0.mlp.down_proj:weight")
@@ -161,6 +164,7 @@ def test_a_frozen_weight_keeps_its_input(calibrated):
     assert reasons == ["the encoding of model.model.layers.0.mlp.down_proj:weight is frozen", ""]
 
 
+@pytest.mark.slow
 def test_sites_of_a_rotation_read_16_bits_or_stay_float(calibrated):
     whole = copy.deepcopy(calibrated[1])
     qsdk.rotate(whole, [(IDS,)], online=True, progress=False)
@@ -178,6 +182,7 @@ def test_sites_of_a_rotation_read_16_bits_or_stay_float(calibrated):
     assert f"{rotation}/matmul.0:output' -> activation=uint16" in whole.explain(f"{rotation}/matmul.0:output")
 
 
+@pytest.mark.slow
 def test_weights_alone_need_no_rotation_at_run_time():
     sim = qsdk.quantize(llama(36), (IDS,), qsdk.weight_only("int4"))
     report = qsdk.rotate(sim, online=True, progress=False)
@@ -185,6 +190,7 @@ def test_weights_alone_need_no_rotation_at_run_time():
     assert "at_run_time: 0" in str(report)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_own_class_is_refused_and_another_model_is_not_loaded(calibrated, tmp_path):
     model, sim = calibrated[0], copy.deepcopy(calibrated[1])
     qsdk.rotate(sim, [(IDS,)], online=True, progress=False)

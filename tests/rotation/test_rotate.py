@@ -23,6 +23,7 @@ def kinds(report) -> list[str]:
     return [row["kind"] for row in report.rows if not row["reason"]]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_float_model_stays_the_same_at_both_doors(name, tmp_path):
     model, x = model_and_input(name)
@@ -110,6 +111,7 @@ def tied():
     return model, sim, x
 
 
+@pytest.mark.slow
 def test_a_tied_table_gets_a_copy_that_is_exported_saved_and_not_forgotten(tied, tmp_path):
     model, sim, x = tied[0], copy.deepcopy(tied[1]), tied[2]
     wanted, early = exact(model, x), sim.snapshot(weights=True)

@@ -191,6 +191,7 @@ def test_an_example_with_labels_or_a_whole_loader():
     refused(ConvNet(), loader, r"a mapping, got DataLoader; give one of its batches", DataError)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_matches_nothing_names_the_nearest_owners():
     match = r"the rule 'convv1' -> weight=int4 matches no owner in the model; the nearest are: conv1"
     refused(ConvNet(), X, match, ConfigError, config=w8a8().override("convv1", weight="int4"))
@@ -215,6 +216,7 @@ def test_a_rule_that_cannot_be_meant(call: Callable[[], Any], match: str):
 # the data
 
 
+@pytest.mark.slow
 def test_labels_in_the_data_show_the_forward_that_takes_them_off(sim: QuantSim):
     loader = DataLoader(TensorDataset(seeded(6, 3, 6, 6), torch.arange(6)), batch_size=3)
     with pytest.raises(DataError) as caught:
@@ -240,6 +242,7 @@ def test_labels_in_the_data_of_other_verbs(sim: QuantSim, tmp_path: Path):
             verb(sim, loader, progress=False)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -287,6 +290,7 @@ def test_an_exhausted_generator(sim: QuantSim):
         calibrate(sim, batches, progress=False)
 
 
+@pytest.mark.slow
 def test_a_generator_is_enough_where_data_is_read_once():
     sim, found = calibrated(ConvNet(), X), []
     start = sim.snapshot(weights=True)
@@ -297,6 +301,7 @@ def test_a_generator_is_enough_where_data_is_read_once():
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_a_token_out_of_range_names_the_batch():
     tokens = torch.tensor([[1, 2]])
     sim = sim_of(TiedLanguageModel(), tokens)
@@ -376,6 +381,7 @@ def test_export_onto_a_folder_writes_nothing(sim: QuantSim, tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.slow
 def test_a_failing_export_leaves_the_old_files_intact(sim: QuantSim, copied: Path):
     before = listing(copied.parent)
     with pytest.raises(ConfigError, match=r"opset 26 cannot be written; choose one of 13 to 25"):
@@ -446,6 +452,7 @@ def test_an_integer_model_into_a_missing_folder_writes_nothing(copied: Path):
     assert listing(copied.parent) == before
 
 
+@pytest.mark.slow
 def test_a_failing_in_place_quantize_can_be_repaired_and_repeated():
     model = BatchNormNet().eval()
     expected = model(seeded(2, 2, 6, 6))

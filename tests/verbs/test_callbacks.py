@@ -37,6 +37,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, list[An
     return qsdk.quantize(tmp_path / "float.onnx", None, qsdk.w4a8()), [x.numpy() for x in DATA]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
 def test_calibrating_logs_which_share_of_the_ranges_each_batch_moved(opened: tuple[Any, list[Any]]):
     sim, data = opened
@@ -47,6 +48,7 @@ def test_calibrating_logs_which_share_of_the_ranges_each_batch_moved(opened: tup
     assert wider > 0.5
 
 
+@pytest.mark.spread(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("verb", ["seq_mse", "adaround", "gptq"])
 def test_a_layer_solver_logs_the_errors_of_its_report(verb: str, opened: tuple[Any, list[Any]]):
@@ -59,6 +61,7 @@ def test_a_layer_solver_logs_the_errors_of_its_report(verb: str, opened: tuple[A
     assert len(report.rows) == 2
 
 
+@pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore")
 def test_a_search_logs_every_value_of_the_metric(opened: tuple[Any, list[Any]]):
     sim, data = opened
@@ -97,6 +100,7 @@ def test_autoquant_logs_the_metric_of_each_step_and_what_its_verbs_log():
     assert {"calibrate/moved_ranges", "seq_mse/error_after", "adaround/error_after"} <= {name for name, *_ in log}
 
 
+@pytest.mark.slow
 def test_tuning_logs_errors_by_block_and_by_step():
     with qsdk.callbacks(log := Log()):
         blocks = qsdk.tune_blocks(calibrated(), DATA, iterations=3, progress=False)
@@ -130,6 +134,7 @@ def test_blocks_inside_one_another_all_get_the_numbers_each_with_its_own_steps()
     assert len(inner.values("calibrate/moved_ranges")) == 3
 
 
+@pytest.mark.slow
 def test_an_error_of_a_callback_ends_the_verb_and_leaves_the_sim():
     sim = calibrated()
     before = sim.encodings

@@ -76,6 +76,7 @@ def test_calibrate_stops_after_so_many_batches(tmp_path: Path):
             qsdk.calibrate(sim, np.zeros((2, 3, 8, 8)) if isinstance(model, str) else X, max_batches=1, progress=False)
 
 
+@pytest.mark.slow
 def test_rules_take_the_names_of_torch_classes(tmp_path: Path):
     config = qsdk.w8a8().override(op_type="Linear", weight="int4").override(op_type="Conv2d", weight="int16")
     sim = qsdk.quantize(network(), X, config.skip(op_type="LayerNorm"))

@@ -178,7 +178,7 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda part: str(part).removeprefix("torch."))
 def test_a_verb_finds_what_it_finds_for_the_float32_twin(name: str, dtype: torch.dtype):
     """At most 3 dB worse, beside four times the noise that computing in the dtype has in the float module."""
@@ -217,7 +217,7 @@ def require_codes(sim: QuantSim, chosen: dict[str, np.ndarray]) -> None:
         np.testing.assert_allclose(values, encoding.dequantize(codes), rtol=2**-8, err_msg=site)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @each_dtype
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("solver", ["adaround", "gptq"])
@@ -234,6 +234,7 @@ def test_codes_are_those_that_the_solver_chose(
         require_codes(sim, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_weights_near_the_least_number_of_float16_keep_their_values(weights: str, chosen: dict[str, np.ndarray]):
     net = module_of(mlp, torch.float16)
@@ -277,7 +278,7 @@ def test_a_layer_whose_codes_its_dtype_would_lose_is_left_with_the_reason():
 # folding
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @each_dtype
 def test_norms_are_folded_exactly_and_rounded_once(dtype: torch.dtype):
     sim, exact = (
@@ -292,6 +293,7 @@ def test_norms_are_folded_exactly_and_rounded_once(dtype: torch.dtype):
 # dtypes that change
 
 
+@pytest.mark.spread(2)
 @each_dtype
 def test_a_calibrated_sim_changes_its_dtype(dtype: torch.dtype):
     sim, _ = sim_of(Attention, torch.float32)
@@ -339,6 +341,7 @@ def test_ranges_that_move_and_momentum_keep_their_digits_when_the_dtype_changes_
 # training
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_master_weights_train_a_half_copy(dtype: torch.dtype):
     """The usual pattern: the optimizer steps float32 copies, which are written into the half module."""
@@ -365,7 +368,7 @@ def test_master_weights_train_a_half_copy(dtype: torch.dtype):
 # files, copies and values
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @each_dtype
 def test_a_sim_survives_files_and_copies(dtype: torch.dtype, tmp_path: Path):
     sim, batches = sim_of(conv_net, dtype)
@@ -382,6 +385,7 @@ def test_a_sim_survives_files_and_copies(dtype: torch.dtype, tmp_path: Path):
     assert torch.equal(fresh(batches[0]), expected)
 
 
+@pytest.mark.spread(2)
 @each_dtype
 def test_a_sim_that_changed_its_dtype_survives_files(dtype: torch.dtype, tmp_path: Path):
     sim, _ = sim_of(mlp, torch.float32)
@@ -394,7 +398,7 @@ def test_a_sim_that_changed_its_dtype_survives_files(dtype: torch.dtype, tmp_pat
     check(loaded, dtype)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @each_dtype
 def test_unwrap_returns_the_module_bit_for_bit_in_its_dtype(dtype: torch.dtype):
     model, (sim, batches) = module_of(Attention, dtype), sim_of(Attention, dtype)
@@ -404,6 +408,7 @@ def test_unwrap_returns_the_module_bit_for_bit_in_its_dtype(dtype: torch.dtype):
     assert torch.equal(sim.unwrap()(batches[0]), model(batches[0]))
 
 
+@pytest.mark.spread(1)
 @each_dtype
 def test_arrays_hold_the_values_of_the_sim(dtype: torch.dtype):
     sim, batches = sim_of(Attention, dtype)

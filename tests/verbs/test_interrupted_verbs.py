@@ -52,6 +52,7 @@ def can(name: str, door: str) -> bool:
     return door == "torch" or name not in GRADIENTS
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("door", DOORS)
 def test_an_interrupt_while_data_is_read(door: str, sims: dict[str, tuple[Sim, list[Any]]]):
     sim, data = sims[door]
@@ -68,6 +69,7 @@ def test_an_interrupt_while_data_is_read(door: str, sims: dict[str, tuple[Sim, l
             assert everything(sim) == before, name
 
 
+@pytest.mark.slow
 def test_an_error_of_the_model_at_any_layer(sims: dict[str, tuple[Sim, list[Any]]]):
     sim, data = sims["torch"]
     rng = random.Random(0)
@@ -87,6 +89,7 @@ def test_an_error_of_the_model_at_any_layer(sims: dict[str, tuple[Sim, list[Any]
         handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "gptq" else pytest.mark.nightly) for name in VERBS]
@@ -118,6 +121,7 @@ def test_an_interrupt_anywhere(name: str, door: str, sims: dict[str, tuple[Sim, 
             sim.restore(state)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_forward_pass_ends_the_pass(sims: dict[str, tuple[Sim, list[Any]]]):
     sim, data = sims["torch"]
     before = everything(sim)

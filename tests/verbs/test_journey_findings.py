@@ -48,7 +48,7 @@ class NoBias(nn.Module):
         return self.head(x.mean(1))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight", "result"),
     [("int8", "uint8"), ("uint8", "uint8"), ("int4", "uint8"), ("int8", "int8"), ("int8", "float32")],
@@ -124,6 +124,7 @@ class TakesAny(nn.Module):
         return self.fc(first) + (second[0] if isinstance(second, list) else second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_parity_of_a_forward_that_takes_any_number_of_arguments(nested: bool, tmp_path: Path):
     second = seeded(2, 4, seed=1)
@@ -156,6 +157,7 @@ class Calls(nn.Module):
         return self.fc(torch.tanh(self.fc(x)))
 
 
+@pytest.mark.slow
 def test_one_call_of_a_module_can_be_named_with_its_mark():
     sim = calibrated(Calls(), seeded(2, 4), w8a8().override("fc@1", activation="uint16"))
     assert sim.plan.decisions["fc@1:output"].spec.dtype.name == "uint16"
@@ -267,6 +269,7 @@ class EndsInDropout(nn.Module):
         return self.drop(x), torch.tanh(x)
 
 
+@pytest.mark.slow
 def test_a_dropout_at_the_end_leaves_the_site_before_it_an_output(tmp_path: Path):
     module, _, differences = both_doors(distinct(EndsInDropout()), seeded(2, 2, 3, 4), w8a8())
     assert differences == []

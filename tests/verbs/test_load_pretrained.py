@@ -49,6 +49,7 @@ def require_same(one: Any, other: Any) -> None:
         assert torch.equal(one(**inputs(seed)).logits, other(**inputs(seed)).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "tied"))])
 def test_a_sim_comes_back_with_the_same_outputs(name: str, tmp_path: Path):
     sim = quantized(name)

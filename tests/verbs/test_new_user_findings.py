@@ -48,6 +48,7 @@ class Stack(nn.Module):
         return torch.relu(torch.bmm(x, self.experts))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "config", [w8a8(), w8a8().override("*", activation="int8", weight="uint8"), w8a8().skip("*:output*")]
 )
@@ -72,6 +73,7 @@ def test_float8_weights_in_blocks_or_not_run_beside_uint8(weight: str, tmp_path:
     np.testing.assert_allclose(default_session(tmp_path / "m.onnx", x)[0], sim(x).numpy(), atol=1.01 * step)
 
 
+@pytest.mark.slow
 def test_validate_has_nothing_to_say_of_four_bit_activations_as_exported(tmp_path: Path):
     x = seeded(2, 3, 6, 6)
     model = distinct(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Hardtanh(-0.5, 0.7), nn.Conv2d(4, 2, 3)))
@@ -160,6 +162,7 @@ class CausalTriu(nn.Module):
         return torch.softmax(scores + hidden, -1) @ self.v(x)
 
 
+@pytest.mark.slow
 def test_a_triangle_of_minus_infinity_is_a_mask(tmp_path: Path):
     x = seeded(2, 5, 8)
     sim = calibrated(distinct(CausalTriu()), x, dynamic_shapes={"x": {0: "batch", 1: "length"}})
@@ -189,7 +192,7 @@ class TiedTokens(nn.Module):
         return self.head(torch.stack([x, x.flip(1)], 1).sum(1))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -291,6 +294,7 @@ def test_a_nameless_node_without_integer_form_is_named_as_in_the_users_file(tmp_
         to_integer(tmp_path / "m.onnx", tmp_path / "int.onnx")
 
 
+@pytest.mark.slow
 def test_exporting_to_nothing_is_refused(tmp_path: Path):
     sim = calibrated(nn.Linear(3, 2), seeded(2, 3))
     for path in ("", tmp_path):
@@ -301,7 +305,7 @@ def test_exporting_to_nothing_is_refused(tmp_path: Path):
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "config",
     [

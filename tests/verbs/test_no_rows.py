@@ -44,6 +44,7 @@ def of(door: str, data: list) -> list:
     return data if door == "torch" else [np.asarray(batch) for batch in data]
 
 
+@pytest.mark.spread(18)
 @pytest.mark.parametrize(
     ("door", "verb"), [*(("torch", v) for v in {**VERBS, **MODULES}), *(("onnx", v) for v in VERBS)]
 )

@@ -57,7 +57,7 @@ def nodes_of(report: qsdk.Report) -> list[str]:
     return [name for row in report.rows for name in row["nodes"].split(", ") if name]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "runtime"),
     [(name, runtime) for name in ("float", "qdq", "integer") for runtime in RUNTIMES]
@@ -80,6 +80,7 @@ def test_every_kernel_has_its_place_in_the_file(demo: Demo, name: str, runtime: 
         assert all(row["precision"] == "conversion" and row["layer"] in layers for row in own)
 
 
+@pytest.mark.slow
 def test_layers_of_a_file_are_the_owners_of_its_sites(demo: Demo):
     owners = {site.rpartition(":")[0] for site in demo.sim.plan.decisions}
     for runtime in RUNTIMES:
@@ -115,6 +116,7 @@ def test_integer_only_file_computes_no_float(demo: Demo):
     assert {row["precision"] for row in rows if row["op_type"].endswith("quantizeLinear")} == {"conversion"}
 
 
+@pytest.mark.slow
 def test_sim_is_profiled_as_it_is_exported_and_compared_with_another_file(demo: Demo, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     report = profiled(demo.sim, data=[load().calibration_images[:2]], against=demo.files["float"])

@@ -33,6 +33,7 @@ def calibrated() -> QuantSim:
     return sim
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("verb", ["seq_mse", "adaround", "gptq", "correct_bias"])
 def test_a_bar_names_the_layer_that_is_solved_and_counts_them_all(verb: str, capsys: pytest.CaptureFixture[str]):
     getattr(qsdk, verb)(calibrated(), DATA)
@@ -42,6 +43,7 @@ def test_a_bar_names_the_layer_that_is_solved_and_counts_them_all(verb: str, cap
     assert "| 1/2 [" in shown
 
 
+@pytest.mark.slow
 def test_a_bar_names_the_block_that_is_tuned(capsys: pytest.CaptureFixture[str]):
     qsdk.tune_blocks(calibrated(), DATA, iterations=2)
     shown = capsys.readouterr().err
@@ -49,6 +51,7 @@ def test_a_bar_names_the_block_that_is_tuned(capsys: pytest.CaptureFixture[str])
     assert "tune_blocks: 2:  50%|" in shown
 
 
+@pytest.mark.slow
 def test_the_bar_of_a_search_shows_the_metric(capsys: pytest.CaptureFixture[str]):
     sim = calibrated()
     qsdk.mixed_precision(sim, DATA, lambda sim: 0.75, max_drop=0.5)
@@ -73,6 +76,7 @@ def test_the_bar_of_autoquant_names_its_step_and_counts_them(capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_the_bar_of_to_integer_says_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     qsdk.export(calibrated(), tmp_path / "model.onnx")
     capsys.readouterr()
@@ -109,6 +113,7 @@ def in_a_notebook(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_notebook_without_widgets_gets_a_bar_of_text_and_no_warning(tmp_path: Path):
     # `None` is what Python finds where the package is not installed
     hidden = "sys.modules['ipywidgets'] = None; import importlib.util as u; find = u.find_spec\n"
@@ -119,6 +124,7 @@ def test_a_notebook_without_widgets_gets_a_bar_of_text_and_no_warning(tmp_path: 
     assert (ours.stdout, ours.stderr) == ("tqdm.std\n", "")
 
 
+@pytest.mark.slow
 def test_a_notebook_with_widgets_gets_its_own_bar(tmp_path: Path):
     (tmp_path / "ipywidgets.py").write_text(WIDGETS)
     found = in_a_notebook("from qsdk.progress import tqdm; print([c.__module__ for c in tqdm.__mro__])", tmp_path)
@@ -126,6 +132,7 @@ def test_a_notebook_with_widgets_gets_its_own_bar(tmp_path: Path):
     assert "tqdm.notebook" in found.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_of_text_with_or_without_widgets(tmp_path: Path):
     (tmp_path / "ipywidgets.py").write_text(WIDGETS)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom qsdk.progress import tqdm\n"

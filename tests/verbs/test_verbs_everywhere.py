@@ -181,6 +181,7 @@ def require_sim(name: str, sim: Sim, batch: Any, report: Report, exact: list[np.
             np.testing.assert_array_equal(encoding.fake_quantize(weight), weight, err_msg=f"{name} {site}")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("seq_mse")])
 def test_a_layer_whose_inputs_never_vary_is_rounded(name: str):
     first, second = torch.nn.Linear(6, 24), torch.nn.Linear(24, 4)
@@ -195,7 +196,7 @@ def test_a_layer_whose_inputs_never_vary_is_rounded(name: str):
     assert [row["site"] for row in report.rows if not row["note"]] == ["0:weight", "1:weight"]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["torch", "onnx"])
 def test_frozen_encodings_and_weights_stay_as_they_are(door: str):
     sim, data = zoo_sim("unet", "some frozen", door)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ def test_exponents_bound_values() -> None:
     assert bool((values.double().abs() < torch.exp2(found.double())).all())
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(2, 40))
 def test_any_order_gives_the_same_bits(seed: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,7 @@
 """Several ranks share the data and the layers: they find the bits that one finds alone, and fail together."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +16,20 @@ from qsdk.core.layers.layer_walk import Layer
 from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.spec import Spec
 
+Found = Callable[[int], list[dict[str, Any]]]
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each of one, two and three ranks found, by mode."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Returns, for a number of ranks, what each found, by mode; they start once."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {size: started("rank_worker.py", size, folder) for size in (1, 2, 3)}
+    return functools.cache(lambda size: started("rank_worker.py", size, folder))
 
 
 @pytest.mark.parametrize("mode", ["good", "few", "ragged"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_find_the_bits_that_one_finds(found: dict[int, list[dict[str, Any]]], size: int, mode: str) -> None:
-    alone, several = found[1][0][mode], [facts[mode] for facts in found[size]]
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_find_the_bits_that_one_finds(found: Found, size: int, mode: str) -> None:
+    alone, several = found(1)[0][mode], [facts[mode] for facts in found(size)]
     assert all(facts["encodings"] == alone["encodings"] for facts in several)
     together = {site: problem for facts in several for site, problem in facts["problems"].items()}
     assert together == alone["problems"]
@@ -43,15 +47,13 @@ def test_ranks_find_the_bits_that_one_finds(found: dict[int, list[dict[str, Any]
         ("write", "QsdkError", "rank 1: OSError: the disk is full"),
     ],
 )
-def test_a_rank_that_fails_fails_all(
-    found: dict[int, list[dict[str, Any]]], mode: str, kind: str, message: str
-) -> None:
-    assert [facts[mode] for facts in found[2]] == [{"error": message, "kind": kind}] * 2
+def test_a_rank_that_fails_fails_all(found: Found, mode: str, kind: str, message: str) -> None:
+    assert [facts[mode] for facts in found(2)] == [{"error": message, "kind": kind}] * 2
 
 
-def test_ranks_that_reach_different_layers_are_named(found: dict[int, list[dict[str, Any]]]) -> None:
-    assert "at head:weight where another is at the end" in found[2][1]["short"]["error"]
-    assert "at the end where another is at head:weight" in found[2][0]["short"]["error"]
+def test_ranks_that_reach_different_layers_are_named(found: Found) -> None:
+    assert "at head:weight where another is at the end" in found(2)[1]["short"]["error"]
+    assert "at the end where another is at head:weight" in found(2)[0]["short"]["error"]
 
 
 def test_one_process_is_its_own_sum() -> None:

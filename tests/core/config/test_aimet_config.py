@@ -189,6 +189,7 @@ def test_what_cannot_be_meant_is_refused_with_its_key(spoil, message: str):
 PARTS: list[Any] = [None, 0, -1, 1.5, "True", "", "Conv", [], ["Conv"], {}, {"min": 0}, {"op_list": []}, [[]], True]
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(name=st.sampled_from(ALIASES), seed=st.integers(0, 2**32 - 1))
 def test_a_file_with_anything_in_the_wrong_place_is_read_or_refused_by_name(name: str, seed: int):

@@ -78,6 +78,7 @@ def test_the_strategies_draw_every_choice_and_condition():
     assert set(Rule.__dataclass_fields__) == {"pattern", "optional", *CHOICES, *CONDITIONS}
 
 
+@pytest.mark.slow
 @given(config=configs)
 def test_a_config_survives_json(config: QuantConfig):
     data = json.loads(json.dumps(config.to_dict()))
@@ -91,6 +92,7 @@ def test_a_config_survives_json(config: QuantConfig):
 JUNK = [None, True, False, 0, 1, -1, 1.5, "True", "int8", "", "int77", [], ["Conv"], [0, 1], {}, {"a": ["b"]}, [None]]
 
 
+@pytest.mark.slow
 @given(config=configs, seed=st.integers(0, 2**32 - 1))
 def test_what_the_schema_accepts_is_read_and_the_rest_is_refused(config: QuantConfig, seed: int):
     """One value or key is changed at random; reading and schema agree, but for what no schema can say."""

@@ -44,6 +44,7 @@ def sim():
     return sim
 
 
+@pytest.mark.slow
 def test_what_is_left_of_the_rules_decides_the_same(sim):
     rng, shorter = random.Random(0), 0
     for _ in range(150):
@@ -63,6 +64,7 @@ def test_what_is_left_of_the_rules_decides_the_same(sim):
     assert shorter > 20
 
 
+@pytest.mark.slow
 def test_precisions_that_were_changed_often_take_no_more_room_than_the_last_ones(sim, tmp_path):
     state, names = sim.snapshot(), [site for site in sim.plan.decisions if site.endswith(":weight")]
     for site in names:

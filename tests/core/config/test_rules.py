@@ -338,6 +338,7 @@ def network() -> nn.Module:
 X = torch.randn(1, 3, 8, 8)
 
 
+@pytest.mark.slow
 def test_a_batch_norm_named_by_its_op_type_is_not_folded():
     sim = sim_of(network(), X, w8a8().skip(op_type="BatchNormalization", dtype=float16))
     types = {d.op_type for d in sim.plan.decisions.values()}
@@ -372,6 +373,7 @@ class Stranger(nn.Module):
         return x * self.slope + self.shift
 
 
+@pytest.mark.slow
 def test_modules_of_unknown_classes_are_quantized_by_their_ops():
     model = nn.Sequential(Odd(), Stranger(), Odd(), nn.Conv2d(3, 4, 3))
     sim = sim_of(model, X)

@@ -122,6 +122,7 @@ def encodings(draw):
     return tensor, Encoding(dtype, scale, zero_point, axis, block)
 
 
+@pytest.mark.slow
 @given(drawn=encodings(), version=st.sampled_from(VERSIONS))
 @settings(deadline=None, max_examples=200)
 def test_an_encoding_survives_every_version_up_to_its_listed_losses(drawn, version):

@@ -91,6 +91,7 @@ def computed(path, inputs):
     return session.run(None, feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_the_encodings_file_alone_gives_what_the_quantized_export_computes(name, exports, tmp_path):
     """Bit for bit: the network that torch exports, and the file beside the Q/DQ model, which is not looked at."""
@@ -153,7 +154,7 @@ def test_an_entry_that_was_added_by_hand_means_a_tensor_by_name(exports, tmp_pat
     assert {row["name"]: row["site"] for row in report.rows}["mean.0:output"] == "node_mean_1:output"
 
 
-@pytest.mark.parametrize("name", ["mobile", "encoder"])
+@pytest.mark.parametrize("name", ["mobile", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_a_graph_survives_json_as_far_as_structure_goes(name, exports):
     sim = quantize(exports(name)[0] / "q.onnx", None, None)
     plain = graph_to_plain(sim.graph)

@@ -33,6 +33,7 @@ def encodings(draw):
     )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=20), encodings(), max_size=4))
 @settings(deadline=None)
 def test_every_digit_survives(given_encodings):
@@ -103,6 +104,7 @@ def test_the_schema_lies_beside_the_code():
     assert path.read_text(encoding="utf-8") == json.dumps(encodings_schema(), indent=2) + "\n"
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=20), encodings(), max_size=4))
 @settings(deadline=None)
 def test_what_is_written_fits_the_schema(given_encodings):
@@ -132,6 +134,7 @@ JUNK = [
 ]
 
 
+@pytest.mark.slow
 @given(encoding=encodings(), seed=st.integers(0, 2**32 - 1))
 @settings(deadline=None)
 def test_a_spoilt_file_is_read_as_the_schema_says_or_refused(encoding, seed):

@@ -36,6 +36,7 @@ def golden(stem: str):
     return json.loads(next(path for path in FILES if path.stem == stem).read_text())
 
 
+@pytest.mark.slow
 @both
 def test_encodings_have_the_keys_and_values_and_load_to_identical_outputs(door, tmp_path):
     sim, fresh = sim_at(door, "w4a8"), sim_at(door, w4a8(), data=False)
@@ -83,6 +84,7 @@ def numbers_of(value) -> list[float]:
     return [value] if type(value) is float else []
 
 
+@pytest.mark.spread(1)
 @both
 def test_the_names_are_those_of_the_float_model(door, tmp_path):
     sim = sim_at(door, fold=door == "torch")
@@ -104,6 +106,7 @@ class Attention(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("config", [w8a8(), w4a16(block_size=8)], ids=["channel", "block"])
 def test_a_float_onnx_model_gives_names_and_layout_on_structure_alone(config, tmp_path):
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from qsdk.core.numerics.encoding import Encoding
 FLOATS = st.floats(-1e4, 1e4, width=32)
 
 
+@pytest.mark.slow
 @given(
     st.lists(FLOATS, min_size=3, max_size=3),
     st.floats(2.0**-20, 8, width=32),

@@ -120,6 +120,7 @@ def test_levels_of_8_bit_weights_reach_256():
     np.testing.assert_allclose(found, [[25.6, 11.1], [256, 26]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_levels_of_a_config_follow_the_bits_of_the_weight():
     for weight, levels in (("int4", uint4), ("int8", uint8), ("int2", uint4)):
         config = w8a8(block_size=4).override("*", weight=weight, two_level_scales=True)

@@ -15,6 +15,7 @@ def blocked(scale, axis=1, block=32) -> Encoding:
 channel_scales = st.floats(2.0**-120, 2.0**100, width=32)
 
 
+@pytest.mark.slow
 @given(
     levels=st.lists(st.lists(st.integers(1, 16), min_size=4, max_size=4), min_size=1, max_size=4),
     channels=st.lists(channel_scales, min_size=4, max_size=4),
@@ -33,6 +34,7 @@ def test_factors_that_made_the_scales_are_found(levels, channels, transposed):
     assert block_scales(found).tobytes() == encoding.scale.tobytes()
 
 
+@pytest.mark.slow
 @given(levels=st.lists(st.integers(1, 16), min_size=1, max_size=6), channel=channel_scales)
 def test_factors_with_the_highest_level_come_back_as_they_were(levels, channel):
     """Calibration sets the channel's scale to a 16th of its largest block scale."""

@@ -236,6 +236,7 @@ def is_right(norm: Norm) -> bool:
     return exponent and norm.epsilon in RIGHT["epsilon"] and norm.variance in RIGHT["variance"]
 
 
+@pytest.mark.slow
 @given(norms())
 def test_whatever_is_matched_means_what_it_says_and_whatever_is_not_says_why(norm):
     if norm.kind == "rms" and norm.variance == "difference":

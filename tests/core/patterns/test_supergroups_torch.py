@@ -144,7 +144,7 @@ def assert_one_group(graph, name: str) -> None:
     assert [d.reason for d in outputs] == [name]
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_what_torch_exports_is_one_group(name):
     make, example, expected = MODULES[name]
@@ -162,7 +162,7 @@ def test_what_torchscript_exports_is_one_group(name, opset):
     assert_one_group(read_graph(model), expected)
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_sim_of_a_module_has_the_same_group(name):
     make, example, expected = MODULES[name]
@@ -180,6 +180,7 @@ def test_the_sim_of_a_module_has_the_same_group(name):
         assert weights["beta"] == "float"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("var", "reason"),
     [
@@ -193,6 +194,7 @@ def test_lookalikes_that_torch_exports_say_why(var, reason):
     assert [str(miss) for miss in found.near_misses] == [f"LayerNorm-like, not fused: {reason}"]
 
 
+@pytest.mark.slow
 def test_rope_by_parts_with_cut_tables():
     model = exported(Function(rope_by_parts).eval(), (X, COS, SIN), 18, dynamo=True)
     assert "RoPE" in {group.name for group in match_supergroups(read_graph(model)).groups.values()}

@@ -1,5 +1,6 @@
 """Modules of the user's own: what the graph says of their parameters, and how they are seen by code that asks."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
@@ -52,6 +53,7 @@ class Gain(nn.Module):
         return x * self.gain
 
 
+@pytest.mark.slow
 def test_modules_whose_parameters_the_graph_explains_need_no_declaration(tmp_path):
     model, ids = distinct(nn.Sequential(Looked(), RmsNorm(), Transposed())), tokens(20, 3, 5)
     sim = calibrated(model, ids)

@@ -66,6 +66,7 @@ class Shares(nn.Module):
         return torch.log(a + 1e-4)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("guard", ["sum", "reciprocal", "root", "clip", "power", "log"])
 def test_a_guard_against_zero_keeps_its_effect(guard: str, tmp_path):
     model = Shares(guard).eval()
@@ -134,6 +135,7 @@ class Features(nn.Module):
         return self.head(torch.sin(angles.reshape(-1, 16) + 0.25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["product", "outer"])
 def test_angles_of_many_turns_are_left_float_by_the_calibration(spelling: str, tmp_path):
     torch.manual_seed(0)
@@ -147,6 +149,7 @@ def test_angles_of_many_turns_are_left_float_by_the_calibration(spelling: str, t
     assert check_parity(sim, tmp_path / "model.onnx", [t.numpy()], progress=False).summary["passed"]
 
 
+@pytest.mark.slow
 def test_angles_of_less_than_a_turn_are_quantized():
     t = torch.linspace(-1, 1, 64).reshape(-1, 1)
     for sim in sims(Features("product").eval(), t):
@@ -187,6 +190,7 @@ class Spread(nn.Module):
         return y + (squares.clamp(1e-12).sqrt() if self.root == "clamp" else (squares + 1e-5).pow(0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", ["clamp", "power"])
 def test_a_root_of_what_a_guard_keeps_above_0_has_finite_gradients(root: str):
     torch.manual_seed(0)

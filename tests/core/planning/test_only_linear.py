@@ -27,6 +27,7 @@ def quantized(config: qsdk.QuantConfig) -> set[str]:
     return {d.site for d in sim.plan.decisions.values() if d.state != "float"}
 
 
+@pytest.mark.slow
 def test_weights_of_linear_layers_and_what_they_read():
     config = qsdk.w8a8().for_dialect("compressed-tensors")
     weights = {"up:weight", "down:weight", "head:weight"}
@@ -50,6 +51,7 @@ def test_what_the_dialect_changes():
             qsdk.w8a8().override("*", **refused).for_dialect("compressed-tensors")
 
 
+@pytest.mark.slow
 def test_a_table_that_an_embedding_shares_stays_float():
     class Tied(Block):
         def __init__(self):

@@ -68,6 +68,7 @@ def sites(sim: Any) -> dict[str, Any]:
     return {d.site: d.spec.granularity for d in sim.plan.decisions.values() if d.spec and d.kind in COMPUTED}
 
 
+@pytest.mark.slow
 def test_only_what_sums_and_norms_read_has_channels(model: nn.Module, batches: list[Tensor]) -> None:
     found = sites(qsdk.quantize(model, batches[0], WANTED))
     assert {site for site, granularity in found.items() if granularity == PerChannel(2)} == set(CHANNELS)
@@ -75,6 +76,7 @@ def test_only_what_sums_and_norms_read_has_channels(model: nn.Module, batches: l
     assert found["head:output"] == found["x:input"] == PerTensor()  # they enter and leave the model
 
 
+@pytest.mark.slow
 def test_a_rule_can_take_it_back(model: nn.Module, batches: list[Tensor]) -> None:
     config = WANTED.override("mix", per_channel_activations=False)
     found = sites(qsdk.quantize(model, batches[0], config))
@@ -83,6 +85,7 @@ def test_a_rule_can_take_it_back(model: nn.Module, batches: list[Tensor]) -> Non
     assert qsdk.QuantConfig.from_dict(config.to_dict()) == config
 
 
+@pytest.mark.slow
 def test_attention_keeps_one_scale_for_each_of_its_tensors() -> None:
     torch.manual_seed(0)
     attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
@@ -92,6 +95,7 @@ def test_attention_keeps_one_scale_for_each_of_its_tensors() -> None:
     assert not any("softmax" in site or "matmul" in site for site in channels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_each_channel_has_the_range_of_its_extremes(model: nn.Module, batches: list[Tensor], method: str) -> None:
     sim = calibrated(model, batches, method)
@@ -106,6 +110,7 @@ def test_each_channel_has_the_range_of_its_extremes(model: nn.Module, batches: l
     np.testing.assert_allclose(sim.encodings["down:output"].scale, scale, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_doors_plan_and_find_the_same(
     model: nn.Module, batches: list[Tensor], float_model: onnx.ModelProto
 ) -> None:
@@ -117,6 +122,7 @@ def test_both_doors_plan_and_find_the_same(
         assert any(np.allclose(e.scale, wanted.scale, rtol=1e-4) for e in found), site
 
 
+@pytest.mark.slow
 def test_a_large_channel_costs_the_others_nothing(model: nn.Module, batches: list[Tensor]) -> None:
     with torch.no_grad():
         exact = torch.cat([model(x) for x in batches])
@@ -149,6 +155,7 @@ def test_the_runtime_computes_the_same_and_the_file_opens_again(
         qsdk.to_integer(path, tmp_path / "integer.onnx")
 
 
+@pytest.mark.slow
 def test_encodings_and_sims_go_through_files(model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
     sim = calibrated(model, batches)
     qsdk.save(sim, tmp_path / "sim.qsdk")
@@ -159,6 +166,7 @@ def test_encodings_and_sims_go_through_files(model: nn.Module, batches: list[Ten
     assert fresh.encodings == sim.encodings
 
 
+@pytest.mark.slow
 def test_what_a_batch_holds_that_is_not_finite_is_named(model: nn.Module, batches: list[Tensor]) -> None:
     sim = qsdk.quantize(model, batches[0], WANTED.skip("x"))
     bad = batches[1].clone()
@@ -168,6 +176,7 @@ def test_what_a_batch_holds_that_is_not_finite_is_named(model: nn.Module, batche
     assert not sim.quantizers["add.0:output"].calibrated
 
 
+@pytest.mark.slow
 def test_each_channels_scale_is_trained(model: nn.Module, batches: list[Tensor]) -> None:
     sim = calibrated(model, batches)
     assert sim.encodings["add.0:output"].scale.shape == (8,)

@@ -226,6 +226,7 @@ class Small(nn.Module):
         return torch.softmax(y @ torch.tanh(y).transpose(-1, -2), -1)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "config",
     [

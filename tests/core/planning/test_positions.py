@@ -88,6 +88,7 @@ class Buckets(nn.Module):
         return scores.softmax(-1) @ x
 
 
+@pytest.mark.slow
 def test_logarithms_of_integers_and_a_bias_that_hides_stay_float(tmp_path):
     x, mask = seeded(2, 9, 4), torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
@@ -114,6 +115,7 @@ class Table(nn.Module):
         return self.fc(x + torch.arange(4).float())
 
 
+@pytest.mark.slow
 def test_a_table_made_of_a_shape_is_an_activation(tmp_path):
     sim = calibrated(distinct(Table()), seeded(2, 3, 4))
     assert sim.plan.decisions["float.0:output"].kind == "activation"
@@ -133,6 +135,7 @@ class Zeros(nn.Module):
         return torch.softmax(x @ x.transpose(-1, -2) + self.mask, -1, dtype=torch.float32) @ x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, -1e9])
 def test_a_mask_of_zeros_is_a_mask(value: float):
     mask = torch.zeros(3, 3)

@@ -49,6 +49,7 @@ def both(name: str) -> tuple[Graph, Plan, OnnxSim]:
     return *plan_of_module(model, inputs(0)), quantize(float_onnx(model, inputs(0)), None, CONFIG)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_plan_at_both_doors(name: str):
     graph, plan, sim = both(name)
@@ -97,6 +98,7 @@ def sqnr(wanted: np.ndarray, found: np.ndarray) -> float:
     return math.inf if noise == 0 else 10 * math.log10(float((wanted**2).sum()) / noise)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("bias", marked([True, False], nightly=[False]))
 @pytest.mark.parametrize("kind", marked([nn.LSTM, nn.GRU, nn.RNN], slow=[nn.RNN]))
 def test_recurrent_layers_compute_what_torch_computes_and_export(kind: Any, bias: bool, tmp_path: Path):
@@ -123,6 +125,7 @@ def flat(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [leaf for part in value for leaf in flat(part)]
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_recurrent_layer_are_stored_as_its_op_reads_them():
     model, x = distinct(Recurrent(nn.LSTM, bidirectional=True)), seeded(3, 6, 5)
     sim = calibrated(model, x)

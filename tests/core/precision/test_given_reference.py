@@ -100,6 +100,7 @@ MOVE = {
 both = pytest.mark.parametrize("door", ["torch", "onnx"])
 
 
+@pytest.mark.spread(8)
 @both
 @pytest.mark.parametrize("verb", MOVE)
 def test_the_reference_is_the_model_that_was_given(sim, verb: str):
@@ -126,6 +127,7 @@ def test_trained_values_are_no_reference(sim):
         assert summary["float_now"] < -1e-3
 
 
+@pytest.mark.spread(1)
 @both
 def test_what_was_given_comes_back_from_files_and_goes_with_snapshots(sim, door: str, tmp_path):
     MOVE["seq_mse"](sim, data_of(sim))
@@ -196,6 +198,7 @@ CONVERT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["torch"])
 @pytest.mark.parametrize("conversion", CONVERT)
 def test_what_was_given_follows_the_model_to_another_dtype(sim, conversion: str):

@@ -56,6 +56,7 @@ class EveryOp(nn.Module):
         return (positive, *shaped, *summed, *smooth, F.gelu(x), F.silu(x), *bent, *pooled, *layers)
 
 
+@pytest.mark.spread(1)
 @both_types
 def test_every_op_computes_as_in_a_module_of_that_type(dtype, tmp_path):
     torch.manual_seed(1)
@@ -104,6 +105,7 @@ def test_what_a_narrow_type_cannot_hold_is_computed_in_float32_and_rounded(tmp_p
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False).summary["passed"]
 
 
+@pytest.mark.slow
 def test_a_batch_norm_whose_variance_overflows_keeps_its_parameters(tmp_path):
     model = Normed().eval()
     model.bn.running_var[2] = 1e6
@@ -124,6 +126,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_computes_in_float32_and_is_rounded(tmp_path):
     torch.manual_seed(0)
     model, x = Recurrent().eval(), torch.randn(2, 5, 8)

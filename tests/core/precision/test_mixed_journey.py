@@ -23,6 +23,7 @@ def _mixed(door):
     return sim
 
 
+@pytest.mark.slow
 @both
 def test_float16_layers_are_cast_islands_and_an_import_restores_them(door, tmp_path):
     sim = _mixed(door)

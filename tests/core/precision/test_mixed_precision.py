@@ -82,6 +82,7 @@ def dtypes(sim) -> dict[str, str]:
     return {site: encoding.dtype.name for site, encoding in sim.encodings.items() if ":bias" not in site}
 
 
+@pytest.mark.slow
 def test_the_budget_holds_and_few_sites_are_raised(sim, model: Net):
     metric = sqnr_metric(model)
     before = dtypes(sim)
@@ -115,6 +116,7 @@ def test_the_pareto_list_is_monotone(sim, model: Net):
     assert all(cheap["metric"] < dear["metric"] for cheap, dear in itertools.pairwise(front))
 
 
+@pytest.mark.slow
 def test_only_the_fragile_layer_is_raised_where_only_it_fails(model: Net):
     sim = qsdk.quantize(model, IMAGES, qsdk.w8a16().override("fragile", weight=int4))
     qsdk.calibrate(sim, [IMAGES], progress=False)
@@ -186,6 +188,7 @@ def test_an_adopted_file_has_no_config_to_search(sim, tmp_path):
         qsdk.mixed_precision(adopted, [IMAGES.numpy()], lambda s: 1.0, max_drop=1.0, progress=False)
 
 
+@pytest.mark.spread(1)
 def test_the_chosen_sim_exports_and_is_at_parity(sim, model: Net, tmp_path):
     levels = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
     qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=36.0, levels=levels, progress=False)
@@ -204,6 +207,7 @@ class Halves(nn.Module):
         return self.after(torch.cat([self.large(x) * 500.0, self.small(x)], 1))
 
 
+@pytest.mark.slow
 def test_advice_names_the_small_half_and_its_remedy_helps():
     torch.manual_seed(1)
     model = Halves().eval()
@@ -223,6 +227,7 @@ def raised_weights(sim) -> set[str]:
     return {site for site, name in dtypes(sim).items() if site.endswith(":weight") and name != "int4"}
 
 
+@pytest.mark.spread(1)
 def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
     """Each weight that is raised takes 1 ms, an activation none."""
     metric, before = sqnr_metric(model), sim.snapshot()
@@ -240,6 +245,7 @@ def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
     assert None in {row["ms"] for row in report.rows}, "not every trial is measured"
 
 
+@pytest.mark.spread(1)
 def test_time_is_measured_in_a_runtime(sim, model: Net):
     metric, before = sqnr_metric(model), sim.snapshot()
     report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=1e-6, progress=False)
@@ -253,6 +259,7 @@ def test_time_is_measured_in_a_runtime(sim, model: Net):
         qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=5.0, runtime="qnn", progress=False)
 
 
+@pytest.mark.slow
 def test_outputs_without_floats_are_ranked_by_the_sites_own_noise(model):
     class Classes(nn.Module):
         def __init__(self):

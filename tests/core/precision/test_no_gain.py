@@ -58,6 +58,7 @@ def test_float_weights_that_outweigh_the_rest_are_named_with_their_reason(model,
     assert "large:weight (3,072 bytes: " in found
 
 
+@pytest.mark.slow
 def test_raising_everything_beside_frozen_weights_is_called_next_to_nothing(model, closeness):
     sim = calibrated(model, qsdk.w4a8())
     qsdk.gptq(sim, DATA, progress=False)

@@ -142,6 +142,7 @@ def test_a_folded_batch_norm_is_named_with_the_remedy(door):
     assert dtypes(sim)["conv1:weight"] == "float16"
 
 
+@pytest.mark.spread(1)
 @both
 def test_an_unfolded_batch_norm_in_float16_by_rule_or_later_is_the_same(door):
     late = sim_at(door)
@@ -172,6 +173,7 @@ def test_new_encodings_follow_from_values_and_old_ranges(door):
     assert all(sim.encodings[site] == old[site] for site in frozen)
 
 
+@pytest.mark.spread(1)
 @both
 def test_new_encodings_of_weights_are_found_by_the_method_of_the_calibration(door):
     sim = sim_at(door, data=False)
@@ -235,6 +237,7 @@ def test_a_tie_is_cut_and_made_again(door):
     assert sim.encodings == before
 
 
+@pytest.mark.spread(1)
 @both
 def test_parts_of_a_tie_that_differ_meet_in_one_range(door):
     sim = sim_at(door, w8a8().override("cat.*", tie=False))
@@ -256,6 +259,7 @@ def test_a_fixed_range_needs_no_data(door):
     np.testing.assert_allclose(sim.encodings["relu3:output"].scale, 0.01, rtol=1e-6)
 
 
+@pytest.mark.spread(1)
 @both
 def test_before_calibration_it_is_the_config_that_changes(door):
     sim = sim_at(door, data=False)
@@ -328,6 +332,7 @@ CHOICES = st.sampled_from(
 )
 
 
+@pytest.mark.spread(1)
 @both
 @settings(max_examples=12, deadline=None)
 @given(choices=st.lists(CHOICES, min_size=1, max_size=4))
@@ -382,6 +387,7 @@ def test_the_search_skips_float_layers_and_a_trained_sim_changes_too():
     assert sim.encodings["conv1:weight"] != rounded
 
 
+@pytest.mark.slow
 def test_the_state_dict_of_a_changed_sim_is_that_of_one_quantized_so():
     sim = sim_at("torch")
     sim.set_precision("fc1", float16)

@@ -78,6 +78,7 @@ def test_the_smallest_step_is_finer_on_a_finer_grid(dtype, finer, symmetric):
     assert encoding.scale.item() == SMALLEST_SCALE * np.float32(finer)
 
 
+@pytest.mark.slow
 def test_the_sample_of_a_large_file_sees_both_ends_and_pages_between(tmp_path):
     path, size = tmp_path / "data", (20 << 20) + 17
     content = np.random.default_rng(0).integers(0, 256, size, np.uint8)

@@ -100,6 +100,7 @@ def test_a_power_of_two_scale_is_rounded_up(largest: float, scale: float, sign: 
     assert encoding.scale.tolist() == [scale]
 
 
+@pytest.mark.slow
 def test_zero_is_exact_for_a_thousand_ranges():
     rng = np.random.default_rng(0)
     for low, high in np.sort(rng.normal(size=(1000, 2)) * 10.0 ** rng.integers(-8, 8, (1000, 1)), 1):

@@ -19,6 +19,7 @@ def ends(kind):
     return st.one_of(st.just(largest), st.floats(0, largest), st.just(0.0), st.floats(0, 4.0))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(("dtype", "symmetric"), GRIDS)
 @given(st.data())

@@ -67,6 +67,7 @@ def reason(sim, site):
     return next(row["reason"] for row in sim.coverage().rows if row["site"] == site)
 
 
+@pytest.mark.slow
 def test_a_bias_that_an_outlier_weight_wipes_out_is_reported_everywhere(calibrated, tmp_path):
     sim, report = calibrated(Two(), qsdk.w8a8().override("*", per_channel=False))
     coarse, fine = biases(sim)
@@ -82,6 +83,7 @@ def test_a_bias_that_an_outlier_weight_wipes_out_is_reported_everywhere(calibrat
     assert sim.encodings[coarse].fake_quantize(np.float32(BIAS))[1:].tolist() == [0.0] * 5  # the sim shows it
 
 
+@pytest.mark.spread(1)
 def test_scales_per_channel_save_the_other_channels_and_leave_nothing_to_report(calibrated):
     sim, report = calibrated(Two(), qsdk.w8a8())
     assert notes(report) == {}
@@ -90,6 +92,7 @@ def test_scales_per_channel_save_the_other_channels_and_leave_nothing_to_report(
     np.testing.assert_allclose(kept[1:], BIAS[1:], rtol=0.05, atol=1e-9)
 
 
+@pytest.mark.spread(1)
 def test_a_float_bias_is_the_remedy_and_stands_in_the_file_as_it_is(calibrated, tmp_path):
     sim, report = calibrated(Two(), qsdk.w8a8().override("*", per_channel=False, bias="float32"))
     assert notes(report) == {}
@@ -106,6 +109,7 @@ def test_room_made_for_a_bias_is_reported_and_keeps_it(calibrated):
     assert kept[2] == pytest.approx(5000, rel=1e-6)
 
 
+@pytest.mark.spread(1)
 def test_a_bias_that_later_verbs_push_out_of_int32_is_reported_before_and_after_export(calibrated, tmp_path):
     sim, _ = calibrated(Tiny(), qsdk.w8a8())
     fine = biases(sim)[1]
@@ -119,6 +123,7 @@ def test_a_bias_that_later_verbs_push_out_of_int32_is_reported_before_and_after_
     assert set(notes(qsdk.export(sim, tmp_path / "model.onnx"))) == {fine}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("bias", ["int32", "float32"])
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_the_file_has_the_bias_that_the_sim_simulates(calibrated, tmp_path, bias, per_channel):

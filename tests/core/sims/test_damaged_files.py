@@ -68,6 +68,7 @@ def test_parts_of_a_saved_sim(saved: Path, tmp_path: Path, changes: dict[str, by
         qsdk.load(path, nn.Linear(6, 2))
 
 
+@pytest.mark.slow
 def test_an_archive_that_unpacks_to_gigabytes(saved: Path, tmp_path: Path):
     path = rewritten(saved, tmp_path / "sim.qsdk", {"more": bytes(200_000_000)}, zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 1_000_000

@@ -91,6 +91,7 @@ def test_a_match_without_an_encoding_says_why(door, verb, match, message):
     assert everything(sim) == before
 
 
+@pytest.mark.spread(1)
 @both
 def test_what_has_no_encoding_yet_cannot_be_frozen(door):
     sim = sim_at(door, data=False)
@@ -136,6 +137,7 @@ def saved(sim, tmp_path, form):
     return tmp_path / ("m.onnx" if form == "onnx" else "m.encodings.json")
 
 
+@pytest.mark.spread(3)
 @both
 @pytest.mark.parametrize("form", ["json", "onnx", "companion"])
 def test_encodings_come_back_into_a_fresh_sim(door, form, tmp_path):
@@ -154,6 +156,7 @@ def test_encodings_come_back_into_a_fresh_sim(door, form, tmp_path):
     assert report.summary["loaded"] == len(report.rows)
 
 
+@pytest.mark.spread(6)
 @both
 @pytest.mark.parametrize(
     ("freeze", "wanted"),
@@ -173,6 +176,7 @@ def test_freeze_says_what_of_the_loaded_is_frozen(door, freeze, wanted, tmp_path
     assert frozen(sim) == sorted(wanted)
 
 
+@pytest.mark.spread(1)
 @both
 def test_encodings_loaded_as_frozen_are_not_calibrated_again(door, tmp_path):
     sim = sim_at(door)
@@ -286,6 +290,7 @@ def test_float16_sites_are_held_against_the_plan(door, tmp_path):
     load_encodings(sim, path)  # could not say it
 
 
+@pytest.mark.spread(1)
 @both
 def test_only_part_of_a_file_can_be_loaded_and_frozen(door, tmp_path):
     """The set-and-freeze of parameters: a file with weights only."""
@@ -342,6 +347,7 @@ def test_frozen_flags_survive_an_export_and_its_opening(tmp_path):
     assert back.encodings["x:input"] != sim.encodings["x:input"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_is_loaded_or_left_is_told_for_every_name(data):

@@ -68,6 +68,7 @@ def stored(sim: Sim) -> dict[str, Any]:
     return {site: value.copy() for site, value in sim.stored_floats(sites).items()}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("door", ["PyTorch", "ONNX"])
 def test_every_verb_leaves_frozen_values_or_is_refused_by_name(door: str, tmp_path: Path):
     sim, x = sim_of_either_door(door, tmp_path)
@@ -118,6 +119,7 @@ def test_training_leaves_frozen_values_and_moves_the_others(options: dict[str, A
     assert not np.array_equal(stored(sim)["second:weight"], start["second:weight"])
 
 
+@pytest.mark.slow
 def test_a_part_of_a_parameter_and_a_recurrent_layer_are_held():
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -54,6 +54,7 @@ def rich(door):
     return sim
 
 
+@pytest.mark.slow
 @both
 def test_a_loaded_sim_is_the_saved_one_bit_for_bit(door, tmp_path):
     sim = rich(door)
@@ -74,6 +75,7 @@ def test_a_loaded_sim_is_the_saved_one_bit_for_bit(door, tmp_path):
     assert (tmp_path / "back.onnx").read_bytes() == (tmp_path / "sim.onnx").read_bytes()
 
 
+@pytest.mark.spread(1)
 @both
 def test_how_it_was_calibrated_comes_back_from_files_and_snapshots(door, tmp_path):
     sim = sim_at(door)
@@ -93,6 +95,7 @@ def test_how_it_was_calibrated_comes_back_from_files_and_snapshots(door, tmp_pat
     assert sim.methods == Methods()
 
 
+@pytest.mark.spread(1)
 @both
 def test_a_sim_without_encodings_is_saved_too(door, tmp_path):
     sim = sim_at(door, data=False)
@@ -116,6 +119,7 @@ np.save(out, outputs(sim))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [pytest.param("torch", marks=pytest.mark.slow), "onnx"])
 def test_a_fresh_process_gives_identical_outputs_without_custom_ops(door, tmp_path):
     sim = rich(door)
@@ -136,6 +140,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_every_kind_of_module_comes_back(name, tmp_path):
     model, example = MODULES[name]()
@@ -158,6 +163,7 @@ def test_every_kind_of_module_comes_back(name, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_what_only_the_trace_knows_comes_back(tmp_path):
     with torch.no_grad():
         sim = quantize(TracedOnly(), seeded(2, 4), w8a8())
@@ -166,6 +172,7 @@ def test_what_only_the_trace_knows_comes_back(tmp_path):
     assert load(tmp_path / "sim.qsdk", TracedOnly()).not_exercised == sim.not_exercised
 
 
+@pytest.mark.slow
 def test_a_trained_sim_comes_back(tmp_path):
     sim = calibrated(EncoderModel(), seeded(6, 6))
     with sim.training(learn_scales=True) as model:
@@ -336,6 +343,7 @@ def _facts(**changed):
     return change
 
 
+@pytest.mark.spread(31)
 @both
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -387,6 +395,7 @@ class _Evil:
         return Path.touch, (Path("evil"),)
 
 
+@pytest.mark.slow
 def test_a_file_never_runs_code(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"args": (_Evil(),), "kwargs": {}}, tmp_path / "evil.pt")

@@ -74,6 +74,7 @@ def test_a_snapshot_without_weights_leaves_them_alone(door):
     assert stored_bytes(sim) == changed
 
 
+@pytest.mark.spread(1)
 @both
 def test_changed_weights_are_what_is_calibrated_simulated_and_exported(door, tmp_path):
     sim = sim_at(door)
@@ -148,6 +149,7 @@ def test_a_stored_tensor_that_cannot_be_changed_is_named(name, shape, message):
     assert stored_bytes(sim) == before
 
 
+@pytest.mark.slow
 def test_a_weight_in_a_file_is_changed_in_memory_and_put_back_as_a_reference(tmp_path):
     rng = np.random.default_rng(0)
     graph = onnx.helper.make_graph(

@@ -44,6 +44,7 @@ def recipe(terms, constant, channels, zero_point, bits):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 64])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -56,6 +56,7 @@ def recipe_model(shift, bound, rounding, zero_point):
     return model, builder.certificate[0]["rounding"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("bound", [2**31 - 1, 2**24 - 1])
 def test_the_emitted_recipe_equals_big_integers_for_every_shift(rounding, bound):
@@ -581,6 +582,7 @@ def test_one_accumulator_with_two_quantizers_and_an_input_with_two_readers():
 # --- whole models, edges, certificate --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [UINT8, INT8])
 @pytest.mark.parametrize("activation", ["relu", "relu6"])
 def test_small_cnn(dtype, activation):

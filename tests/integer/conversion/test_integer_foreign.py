@@ -78,13 +78,13 @@ NETS_AND_KINDS = [
 ]
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("net", "kind"), NETS_AND_KINDS)
 def test_what_onnxruntime_quantizes(net, kind, tmp_path):
     converted(by_onnxruntime(net(21), NETS[net], tmp_path, **KINDS[kind]), tmp_path)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "opset"),
     [
@@ -98,13 +98,14 @@ def test_every_opset(net, opset, tmp_path):
     assert written.opset_import[0].version == max(opset, 21)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uint8", "int8 per channel"])
 def test_an_lstm_with_quantized_weights(kind, tmp_path):
     options = {"op_types_to_quantize": ["LSTM", "Squeeze", "Gemm"], **KINDS[kind]}
     converted(by_onnxruntime(lstm(21), NETS[lstm], tmp_path, **options), tmp_path)
 
 
+@pytest.mark.slow
 def test_an_lstm_that_the_tool_leaves_float_is_refused_and_the_remedy_helps(tmp_path):
     model = by_onnxruntime(lstm(21), NETS[lstm], tmp_path, **KINDS["uint8"])
     with pytest.raises(qsdk.IntegerError) as caught:
@@ -134,7 +135,7 @@ TOOL = {
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", TOOL)
 def test_the_options_of_onnxruntimes_tool(name, tmp_path):
     net, opset, options = TOOL[name]
@@ -150,6 +151,7 @@ def test_what_aimet_exports(prequantized, tmp_path):
     converted(aimet(prequantized), tmp_path)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("opset", [18, 21])
 def test_what_pt2e_exports_is_refused_where_it_is_float_and_the_remedy_helps(opset, tmp_path):
     model = pt2e(opset)
@@ -167,13 +169,12 @@ def test_what_pt2e_leaves_float_may_stay_float(tmp_path):
 # --- forms ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spread(24)
 @pytest.mark.parametrize("name", FORMS)
 def test_unusual_forms(name, tmp_path):
     converted(FORMS[name](), tmp_path)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("RotaryEmbedding", "Attention"))])
 def test_what_is_written_out_computes_what_the_runtimes_own_kernel_does(name, tmp_path):
     model = FORMS[name]()

@@ -87,6 +87,7 @@ def exported(model, example, path, **options):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["torch", "onnx"])
 def test_sizes_come_from_the_example_where_they_are_needed(door, tmp_path):
     x = noise((3, 4, 7))

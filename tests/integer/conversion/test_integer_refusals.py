@@ -186,6 +186,7 @@ def stated_texts():
                 yield f"{path.name}:{node.lineno}", [ast.unparse(value) for value in values]
 
 
+@pytest.mark.slow
 def test_every_refusal_states_a_reason_and_a_remedy():
     rows = list(stated_texts())
     assert len(rows) > 120

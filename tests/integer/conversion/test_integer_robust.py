@@ -207,6 +207,7 @@ def renamed(model, names):
     return model
 
 
+@pytest.mark.slow
 def test_names_that_collide_with_written_ones(tmp_path):
     model = basic().model()
     written = converted(model, tmp_path)

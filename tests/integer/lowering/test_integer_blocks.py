@@ -213,7 +213,6 @@ def exported(request, tmp_path_factory):
     return path, x.numpy()
 
 
-@pytest.mark.spread(3)
 @pytest.mark.parametrize("options", [{}, {"requantize": "qlinear"}, {"target": "onnxruntime"}], ids=str)
 def test_from_torch_to_integers(exported, options, tmp_path):
     report = qsdk.to_integer(exported[0], tmp_path / "i.onnx", data=[exported[1]], **options)

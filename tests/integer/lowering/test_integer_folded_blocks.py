@@ -75,6 +75,7 @@ def test_a_weight_close_to_a_power_of_two_leaves_room_for_signed_bytes():
     assert 0x3F0000 < made.integers.max() <= 0x7F7F7F
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.sampled_from([24, 32]), st.integers(0, 2), st.integers(1, 6))
 def test_a_weight_is_rounded_to_its_bits(seed, bits, axis, size):
     rng = np.random.default_rng(seed)

@@ -75,7 +75,7 @@ def rows_by_output(result):
     return {made[row["tensor"]]: row for row in result.certificate["requantizations"]}
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("out", [UINT16, UINT8])
 @pytest.mark.parametrize("encoding", INPUTS)
 def test_every_code_is_off_by_exactly_what_the_row_says(encoding, out):
@@ -117,6 +117,7 @@ def test_archive_and_c_give_the_references_bytes(encoding, tmp_path):
     assert run_c(binary, codes.tobytes()) == expected
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("options", [{"target": "onnxruntime"}, {"requantize": "qlinear"}, {"product_bits": 32}])
 def test_every_target_gives_the_same_codes(options):
     model, feeds = functions(INPUTS["uint16"])
@@ -249,6 +250,7 @@ def test_an_archive_of_silu_at_16_bits_is_a_fraction(tmp_path):
     assert FORM in {row["form"] for row in report.rows}
 
 
+@pytest.mark.slow
 def test_a_model_of_qsdk_at_16_bits(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(

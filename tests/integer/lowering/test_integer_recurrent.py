@@ -64,7 +64,6 @@ def feeds(initial=None, direction="forward", op="LSTM", length=LENGTH, seed=3):
     return found
 
 
-@pytest.mark.spread(5)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize(
     ("direction", "initial"),
@@ -80,7 +79,7 @@ def test_directions_and_initial_states(op, direction, initial):
         assert row["error_bound"] < 1.0, row["error_bound"]
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize(
     ("granularity", "dtype", "bias"), [("tensor", INT8, True), ("row", INT4, False), ("direction", INT8, False)]
@@ -131,7 +130,7 @@ def exact(model, x):
     return np.stack(found), c
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize("size", [0.2, 1.0, 4.0])
 @pytest.mark.parametrize("length", [1, 12])
@@ -150,7 +149,7 @@ def test_states_stay_within_the_stated_error_of_float64(op, size, length):
         assert worst < 2e-3
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
 def test_long_sequences_stay_close_whatever_is_proven(op):
     model = network(op, length=30, size=3.0)
@@ -172,6 +171,7 @@ def test_a_cell_that_grows_at_every_step():
     np.testing.assert_allclose(found, 20.0, atol=0.11)
 
 
+@pytest.mark.slow
 def test_sequence_lengths_that_are_whole_are_accepted():
     net = Net()
     x = net.qdq(net.input([LENGTH, BATCH, INPUT]), *ENCODING)
@@ -181,6 +181,7 @@ def test_sequence_lengths_that_are_whole_are_accepted():
     compare(net.model(), feeds(), tolerance=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 0.7])
 def test_first_states_of_a_dynamic_batch(value):
     net = Net()
@@ -195,6 +196,7 @@ def test_first_states_of_a_dynamic_batch(value):
     assert result.certificate["requantizations"][0]["error_bound"] < 1.0
 
 
+@pytest.mark.slow
 def test_moves_and_layers_behind_it():
     net = Net()
     x = net.qdq(net.input([LENGTH, BATCH, INPUT]), *ENCODING)

@@ -130,7 +130,7 @@ def runtimes(tmp_path):
     return {row["runtime"]: row for row in certificate["runtimes"]}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("edges", ["float", "integer"])
 def test_a_portable_certificate_names_every_runtime_that_gave_the_same_integers(edges, tmp_path):
     model, _ = MODELS["softmax"]()
@@ -143,6 +143,7 @@ def test_a_portable_certificate_names_every_runtime_that_gave_the_same_integers(
         assert found["openvino"]["version"] == importlib.metadata.version("openvino")
 
 
+@pytest.mark.slow
 def test_other_targets_name_onnx_runtime_where_it_computed_integers_alone(tmp_path):
     model, _ = cnn()
     written(model, tmp_path)

@@ -50,6 +50,7 @@ def test_the_archive_alone_gives_the_integer_models_outputs(name):
     assert bool(described["ops"]) == (name != "nothing")
 
 
+@pytest.mark.slow
 def test_every_kind_of_operation_is_exercised():
     seen = {op["op"] for make in MODELS.values() for op in firmware_program(convert(make()[0])).ops}
     assert set(firmware_runner.OPS) <= {*seen, "Requantize32", "InterpolatedTable"}  # those two are options
@@ -121,6 +122,7 @@ def qdq(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".npz", ".h"])
 def test_to_integer_writes_it_beside_the_model_or_elsewhere(qdq, tmp_path, suffix):
     (tmp_path / "other").mkdir()

@@ -51,12 +51,14 @@ QUICK = "cnn of int8"
 FORMS = [name if name == QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in IN_C]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_every_byte_is_the_references(name, tmp_path):
     # the sanitizers end the program at an overflow, a wrong shift or an access outside an array
     compare(*IN_C[name](), tmp_path, "-fsanitize=undefined,address", "-fno-sanitize-recover")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["half_even", "half_up", "half_away", "gemmlowp"])
 def test_roundings_where_ties_occur(rounding, tmp_path):
     made = compare(*ties(), tmp_path, rounding=rounding)
@@ -86,6 +88,7 @@ def test_names_of_tensors_cannot_break_a_header(tmp_path):
     compiled(text, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_input_that_ends_inside_an_image_is_an_error(tmp_path):
     model, _ = cnn()
     binary = compiled(header(firmware_program(convert(model))), tmp_path)

@@ -60,6 +60,7 @@ def test_every_dtype(dtype, scale, zero):
     assert [(row["op_type"], row["max_lsb"]) for row in rows] == [("input", 0), ("Tanh", 0)]
 
 
+@pytest.mark.slow
 def test_the_report_and_the_certificate_carry_it(tmp_path):
     path = tmp_path / "model.onnx"
     onnx.save(small_cnn(batch=2), path)

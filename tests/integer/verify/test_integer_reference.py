@@ -42,6 +42,7 @@ def integers(shape, lo=0, hi=256, dtype=np.uint8, seed=0):
     return np.random.default_rng(seed).integers(lo, hi, shape).astype(dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_conv_integer_equals_the_runtime(data):

@@ -43,7 +43,6 @@ def require_same(standard, portable, feeds, without=()):
             np.testing.assert_array_equal(one, other, err_msg=runtime)
 
 
-@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "joined"])
 def test_a_network_has_the_integers_of_the_standard_target_on_every_runtime(name):
     model, _ = MODELS[name]()
@@ -52,6 +51,7 @@ def test_a_network_has_the_integers_of_the_standard_target_on_every_runtime(name
     assert {node.op_type for node in portable.model.graph.node} <= {*LIMITS, *EDGES}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["cnn", "residual", "softmax"])
 def test_float_edges_leave_the_model_the_same(name):
     model, feeds = MODELS[name]()

@@ -32,6 +32,7 @@ def parity(tmp_path: Path, weight: str, runtime: str | None = None) -> dict:
     return qsdk.check_parity(sim, tmp_path / "m.onnx", [X], progress=False, runtime=runtime).summary
 
 
+@pytest.mark.slow
 def test_weights_of_8_bits_are_named_where_products_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overflow, "products_saturate", lambda: True)
     eight = parity(tmp_path, "int8")
@@ -41,6 +42,7 @@ def test_weights_of_8_bits_are_named_where_products_overflow(tmp_path: Path, mon
     assert "default_session" not in parity(tmp_path, "int7")
 
 
+@pytest.mark.slow
 def test_a_linear_layer_that_the_runtime_keeps_float_does_not_overflow(tmp_path, monkeypatch):
     monkeypatch.setattr(overflow, "products_saturate", lambda: True)
     sim = qsdk.quantize(nn.Linear(16, 4), X, "w8a8")

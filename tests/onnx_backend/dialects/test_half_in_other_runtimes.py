@@ -33,7 +33,7 @@ def test_the_runtime_computes_the_simulated_codes(tmp_path, dialect, dtype):
     assert report.summary["sqnr_db"] > 35
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["onnx", "tensorrt"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_other_dialects_write_a_valid_file(tmp_path, dialect, dtype):

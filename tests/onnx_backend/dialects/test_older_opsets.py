@@ -45,7 +45,7 @@ def sim_of(name: str, config: qsdk.QuantConfig | None = None):
     return sim, x
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("opset", [13, 14, 15, 17, 20])
 def test_the_file_computes_the_simulated_codes_at_each_opset_that_has_its_operators(tmp_path, name, opset):

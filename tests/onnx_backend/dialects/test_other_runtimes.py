@@ -83,6 +83,7 @@ def test_a_group_norm_is_wrong_in_floats_too_and_right_by_its_definition(runtime
     assert "computes GroupNormalization wrong, in floats too" in row["problem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", TABLES)
 def test_a_group_norm_is_written_out(tmp_path, runtime):
     table_of(runtime)
@@ -98,6 +99,7 @@ def test_a_group_norm_is_written_out(tmp_path, runtime):
         assert qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False, **options).summary["passed"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("runtime", TABLES)
 def test_an_op_that_no_probe_covers_is_named(tmp_path, runtime):
     x = torch.randn(2, 3, 6)

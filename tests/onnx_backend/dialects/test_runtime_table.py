@@ -42,7 +42,7 @@ def wrong_readers(dtype, form, *, separated=False, labels=LABELS, tensor_type="f
     return found
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "form"), slow_where_narrow(KEYS))
 def test_the_table_is_what_the_installed_runtime_does(dtype, form):
     found, said = wrong_readers(dtype, form), WRONG[dtype, form]
@@ -56,13 +56,13 @@ def test_the_table_is_what_the_installed_runtime_does(dtype, form):
     assert found - by_value - SATURATING == said - by_value - SATURATING
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "form"), slow_where_narrow(WRITTEN))
 def test_what_is_kept_apart_is_right_at_the_default_level(dtype, form):
     assert wrong_readers(dtype, form, separated=True) - SATURATING == set()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "form"), [("uint8", "both"), ("int8", "zero_point"), ("uint16", "output_dtype")])
 def test_pairs_with_float16_scales_are_wrong_where_the_table_says_so(dtype, form):
     labels = [label for label in LABELS if label != "Cast"]

@@ -42,7 +42,7 @@ def initializers(model: ModelProto) -> dict[str, np.ndarray]:
 
 
 # weights of 7 and of 4 bits cannot overflow the 16-bit sums of processors without VNNI
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["int7", "int4"])
 @pytest.mark.usefixtures("openvino")
 def test_openvino_computes_the_simulated_codes(tmp_path, weight):
@@ -73,7 +73,7 @@ def test_openvino_keeps_the_bounds_of_16_bits_only_behind_a_clip(tmp_path):
     assert {row["rule"] for row in found.rows if row["severity"] == "error"} == {"clip"}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [qsdk.w8a8(), qsdk.w4a8()], ids=["w8a8", "w4a8"])
 @pytest.mark.usefixtures("qnn")
 def test_the_htp_computes_the_simulated_codes_without_the_cpu(tmp_path, config):
@@ -101,7 +101,6 @@ def test_the_htp_misreads_pairs_without_zero_points_and_validate_says_so(tmp_pat
     assert found.summary["errors"] > 20
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("preset", ["w8a8", "w8a16", "w4a8", "w4a16"])
 def test_every_preset_can_be_written_for_qnn(tmp_path, preset):
     sim = sim_of(getattr(qsdk, preset)().for_dialect("qnn"))
@@ -162,6 +161,7 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs
         runner.installed_package("no_such_runtime", "qnn")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("qnn")
 def test_a_batch_of_another_size_than_the_file_is_refused(tmp_path):
     sim = sim_of(qsdk.w8a8().for_dialect("qnn"))
@@ -222,6 +222,7 @@ def test_constant_anchors_and_numbers_are_written_as_codes_for_qnn(tmp_path):
     np.testing.assert_array_equal(again.run(batch)[0], sim.run(batch)[0])
 
 
+@pytest.mark.slow
 def test_a_file_cannot_excuse_its_sites_from_parity_as_constant(tmp_path):
     sim = sim_of(qsdk.w8a8())
     qsdk.export(sim, tmp_path / "m.onnx")

@@ -74,6 +74,7 @@ def test_the_tests_of_quantization_ops_pass_with_no_other_evaluator(
     assert {evaluator for rep in recording.reps for evaluator, _ in rep.ran} == {"kernels"}
 
 
+@pytest.mark.slow
 def test_the_expanded_tests_quantize_with_no_other_evaluator(node_tests: type[unittest.TestCase], recording: Any):
     recording.reps.clear()
     assert run_suite(node_tests, expanded=True) == 3

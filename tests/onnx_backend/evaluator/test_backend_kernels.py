@@ -86,6 +86,7 @@ def has_kernel(case: Case) -> bool:
     return not (case.encoding.block_size and case.x.ndim == 1 and case.encoding.scale.size == 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     cases([*STANDARD_INTEGERS, *FLOAT8], fillings=["random", "ties"]), st.booleans(), st.sampled_from([FLOAT, FLOAT16])
@@ -97,6 +98,7 @@ def test_quantize_and_dequantize_equal_the_runtime(case: Case, zero_point: bool,
         agree(pair(case, FLOAT, zero_point=zero_point, back=back), {"x": case.x})
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     cases([d for d in STANDARD_INTEGERS if d.bits > 2], fillings=["random", "ties"]), st.sampled_from([FLOAT, FLOAT16])

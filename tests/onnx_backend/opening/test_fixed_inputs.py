@@ -36,6 +36,7 @@ def by_sample_rate() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("rate", "weight"), [(16000, "fast"), (8000, "slow")])
 def test_the_branch_that_a_fixed_input_takes_is_quantized(rate: int, weight: str, tmp_path):
     model = by_sample_rate()
@@ -69,6 +70,7 @@ def test_what_cannot_be_fixed_is_refused_by_name():
     assert open_float(model, w8a8()).graph.inputs  # still as it was
 
 
+@pytest.mark.slow
 def test_a_branch_that_stays_open_names_what_would_fix_it(tmp_path: Path):
     sim = quantize(by_sample_rate(), None, w8a8())
     x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)

@@ -79,6 +79,7 @@ def parameters(model, tensor):
     return stored[f"{tensor}_scale"], stored[f"{tensor}_zero_point"]
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("name", TOOL)
 def test_what_onnxruntime_quantizes_is_adopted(name, tmp_path):
     net, opset, options = TOOL[name]
@@ -132,6 +133,7 @@ def test_a_model_of_pt2e_is_adopted_with_its_computed_scales_and_its_clipped_wei
         assert written["node_conv2d:weight"][1] == ("float32", stored["ws"].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prequantized", [False, True])
 def test_a_model_of_aimet_is_adopted(prequantized, tmp_path):
     model = aimet(prequantized)

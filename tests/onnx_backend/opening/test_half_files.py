@@ -73,7 +73,7 @@ def test_a_file_of_any_float_type_is_quantized_as_its_float32_twin(net, dtype: s
     assert stored_types(sim) == {CODES[dtype]} | of_resize
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("net", NETS)
 def test_the_simulation_is_as_close_to_the_float_model_as_in_float32(net, dtype: str):
@@ -119,7 +119,7 @@ SOLVERS = {
 ROUND_TO_GRID = ("adaround", "gptq")
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_write_back_the_type_of_the_file(dtype: str, solver: str):
@@ -143,6 +143,7 @@ def test_solvers_write_back_the_type_of_the_file(dtype: str, solver: str):
             np.testing.assert_array_equal(on_grid.astype(ARRAYS[dtype]).astype(np.float32), now[site])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_walk_that_keeps_its_tensors_in_a_file_finds_the_same(dtype: str):
     model = in_type(cnn(), dtype)

@@ -79,6 +79,7 @@ def test_the_reference_clips_and_the_quantized_model_stays(activation, tmp_path)
     np.testing.assert_array_equal(in_float(mixed), in_float(sim))
 
 
+@pytest.mark.slow
 def test_such_a_file_is_written_opened_and_converted_as_before(tmp_path):
     model, _ = of_tool(tmp_path)
     sim = quantize(model, None, None)

@@ -40,6 +40,7 @@ def weights(sim) -> list[str]:
     return [row["dtype"] for row in sim.coverage().rows if row["kind"] == "weight"]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [

@@ -182,6 +182,7 @@ class Blocks(nn.Module):
         return self.bn3(self.head(x.mean((2, 3))))
 
 
+@pytest.mark.slow
 def test_both_doors_fold_the_same_batch_norms_to_the_same_weights(tmp_path):
     torch.manual_seed(0)
     model = Blocks()

@@ -119,6 +119,7 @@ def test_an_open_if_stays_and_everything_inside_says_so():
     assert rows["choose:output"]["state"] == "quantized"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_captured_tensor_is_quantized_inside_too(sign, tmp_path):
     sim = qsdk.quantize(open_choice(), None, w8a8())

@@ -18,6 +18,7 @@ def doubling() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
+@pytest.mark.slow
 def test_freed_models_leave_the_stack_for_signals_as_it_was():
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     before, x = signal_stack(), np.ones((2, 4), np.float32)

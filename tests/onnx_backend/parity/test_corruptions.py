@@ -34,6 +34,7 @@ def wrong_rows(report):
     return {row["site"]: row for row in report.rows if row["max_lsb"] > (0 if row["kind"] in ("weight", "bias") else 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in corrupted_models.CONFIGS if name.startswith("convnet")])
 def test_no_corrupted_file_passes(name, tmp_path):
     case = corrupted_models.exported(name, str(tmp_path / "model.onnx"))
@@ -104,6 +105,7 @@ def test_a_file_that_a_tool_rewrote_is_judged_by_what_it_gives():
     assert repr(nodes[-1].name) in row["note"]
 
 
+@pytest.mark.slow
 def test_data_that_says_nothing_is_refused():
     for config in (qsdk.w8a8(), EIGHT_BIT_WEIGHTS):
         sim, model = simulated(config)
@@ -113,6 +115,7 @@ def test_data_that_says_nothing_is_refused():
             checked(sim, model, [VECTORS, np.full((2, 6), np.nan, np.float32)])
 
 
+@pytest.mark.slow
 def test_a_module_with_quantized_weights_alone_is_held_against_what_it_gives(tmp_path):
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), [torch.randn(4, 6)]

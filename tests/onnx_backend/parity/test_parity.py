@@ -152,6 +152,7 @@ def test_another_shape_fails_without_a_crash():
     assert "shape (16, 3), the simulation (1, 3)" in rows_of(report)["add2:output"]["note"]
 
 
+@pytest.mark.slow
 def test_batches_are_streamed():
     model, captures, stored, encodings = simulation(w8a8())
     alive = []
@@ -239,6 +240,7 @@ def test_cutting_leaves_no_path_from_one_site_to_the_next():
     assert not [n for n in cut.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in made]
 
 
+@pytest.mark.slow
 def test_a_convnet_matches_at_every_site():
     sim = OnnxSim.from_float(convnet(), w8a8())
     images = [RNG.normal(size=(4, 3, 8, 8)).astype(np.float32) for _ in range(2)]

@@ -75,7 +75,7 @@ def _different(left: Path, right: Path) -> list[str]:
     return found
 
 
-@pytest.mark.spread(12)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dialect", "opset"), FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_exported_file_opens_and_exports_to_the_same_bytes(name, dialect, opset, tmp_path):
@@ -86,6 +86,7 @@ def test_an_exported_file_opens_and_exports_to_the_same_bytes(name, dialect, ops
         require_stable(sim, tmp_path, dialect, opset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in SLOW)])
 def test_a_random_network_exports_to_the_same_bytes_from_both_doors(seed, tmp_path):
     rng = random.Random(seed)
@@ -105,6 +106,7 @@ def test_a_random_network_exports_to_the_same_bytes_from_both_doors(seed, tmp_pa
     assert (tmp_path / "saved.onnx").read_bytes() == first.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_change_of_dialect_or_opset_and_back_leaves_the_integers(tmp_path):
     sim = quantize(convnet(), None, w8a8())
     calibrate(sim, [np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)], progress=False)
@@ -148,6 +150,7 @@ class LargeBias(nn.Module):
         return self.fc(x)
 
 
+@pytest.mark.slow
 def test_large_biases_keep_their_codes(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(4, 8)

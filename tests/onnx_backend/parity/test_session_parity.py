@@ -34,6 +34,7 @@ def lowered(name: str, dialect: str = "onnxruntime") -> onnx.ModelProto:
     return insert(marked, plan, encodings, dialect=dialect)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_default_session_gives_what_is_simulated(name: str):
@@ -92,6 +93,7 @@ def test_what_the_runtime_cannot_load_is_an_error_with_the_remedy():
     assert check_session(model, [IMAGES], level="none", progress=False).summary["passed"]
 
 
+@pytest.mark.slow
 def test_bad_data_is_refused():
     model = lowered("w8a8")
     with pytest.raises(DataError, match="the data holds no batch"):

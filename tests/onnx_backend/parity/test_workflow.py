@@ -47,6 +47,7 @@ def exported(sim, tmp_path):
     return tmp_path / "model.onnx"
 
 
+@pytest.mark.slow
 def test_an_exported_file_opens_with_the_same_encodings_and_simulates(sim, exported):
     back = qsdk.quantize(exported, None, None)
     assert isinstance(back, OnnxSim)
@@ -158,6 +159,7 @@ class Accumulated(nn.Module):
         return torch.cumsum(self.linear(x), -1)
 
 
+@pytest.mark.slow
 def test_an_op_without_an_integer_form_is_refused_and_nothing_is_written(tmp_path):
     network = Accumulated()
     made = qsdk.quantize(network, torch.randn(2, 4), qsdk.w8a8())
@@ -168,6 +170,7 @@ def test_an_op_without_an_integer_form_is_refused_and_nothing_is_written(tmp_pat
     assert not list(tmp_path.glob("int.onnx*"))
 
 
+@pytest.mark.slow
 def test_both_doors_reach_the_same_encodings(model, sim, tmp_path):
     program = torch.onnx.export(model, (BATCHES[0],), dynamo=True, opset_version=18, verbose=False)
     program.save(tmp_path / "float.onnx")
@@ -184,6 +187,7 @@ def test_both_doors_reach_the_same_encodings(model, sim, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_forward_is_for_modules(tmp_path, model):
     program = torch.onnx.export(model, (BATCHES[0],), dynamo=True, opset_version=18, verbose=False)
     program.save(tmp_path / "float.onnx")
@@ -192,6 +196,7 @@ def test_forward_is_for_modules(tmp_path, model):
         qsdk.calibrate(other, [], forward=lambda m, b: m(b))
 
 
+@pytest.mark.slow
 def test_a_channel_of_zeros_keeps_its_bias_at_both_doors(tmp_path):
     network = nn.Conv2d(1, 2, 1).eval()
     with torch.no_grad():
@@ -208,6 +213,7 @@ def test_a_channel_of_zeros_keeps_its_bias_at_both_doors(tmp_path):
     np.testing.assert_allclose(other.run(batch.numpy())[0], network(batch).detach().numpy(), atol=0.004)
 
 
+@pytest.mark.slow
 def test_a_float16_island_is_refused_with_the_remedy(tmp_path, model):
     made = qsdk.quantize(model, BATCHES[0], qsdk.w8a8().skip("conv", dtype=qsdk.float16))
     qsdk.calibrate(made, BATCHES, progress=False)

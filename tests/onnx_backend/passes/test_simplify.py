@@ -35,6 +35,7 @@ def pieces(tmp_path_factory):
     return sim, batch, path
 
 
+@pytest.mark.slow
 def test_no_helper_op_of_the_exporter_is_left(pieces):
     sim, _, _ = pieces
     rows = {row["op_type"] for row in sim.coverage().rows}

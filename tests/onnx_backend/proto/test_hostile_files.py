@@ -81,6 +81,7 @@ READERS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
+@pytest.mark.spread(33)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_without_end_and_calls_that_do_not_fit(name: str, reader: str, tmp_path: Path):
@@ -125,6 +126,7 @@ WRITERS: dict[str, tuple[Callable[[Any, Path, Path], Any], tuple[str, ...]]] = {
 PLACES = [(writer, suffix) for writer, (_, suffixes) in WRITERS.items() for suffix in suffixes]
 
 
+@pytest.mark.spread(17)
 @pytest.mark.parametrize(("writer", "suffix"), PLACES)
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_no_writer_replaces_what_is_no_ordinary_file(sim: Any, tmp_path: Path, writer: str, suffix: str, kind: str):

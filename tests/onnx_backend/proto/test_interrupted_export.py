@@ -161,6 +161,7 @@ def test_temporary_files_of_dead_processes_are_removed_and_those_of_living_ones_
     assert {path.name for path in tmp_path.iterdir()} == {"m.onnx", other.name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", range(4))
 def test_an_export_that_stops_between_two_renames(source, whole, tmp_path, monkeypatch, stop):
     folder = tmp_path / "out"

@@ -194,6 +194,7 @@ def test_a_full_disk_leaves_the_old_model_and_nothing_else(sim, exported, float_
     assert {path.name: path.read_bytes() for path in exported.parent.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_an_export_over_the_file_that_the_sim_reads(sim, exported):
     again = qsdk.quantize(load(exported, inline=1000))
     assert again.files_read() == {data_of(exported)}
@@ -231,6 +232,7 @@ def test_an_export_beside_the_float_weights_leaves_them(float_file, tmp_path):
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_sim_does_is_the_same_wherever_its_weights_lie(sim, float_file, exported):
     inside = calibrated(onnx.load(float_file))
     assert sim.files_read() == {float_file.parent / "float.bin"}

@@ -29,6 +29,7 @@ def require_good(found):
     assert not bad, "\n".join(f"{name}: {said}" for name, said in bad.items())
 
 
+@pytest.mark.slow
 def test_a_few_damaged_files(tmp_path):
     found = verdicts(tmp_path, 48, seed=0)
     assert len(found) == 48
@@ -43,6 +44,7 @@ def test_many_damaged_files(tmp_path, seed):
     require_good(verdicts(tmp_path, 500, seed))
 
 
+@pytest.mark.slow
 def test_undamaged_they_are_equal(tmp_path):
     for number, model in enumerate(bases()):
         path = tmp_path / f"{number}.onnx"

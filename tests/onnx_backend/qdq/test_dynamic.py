@@ -62,6 +62,7 @@ def test_the_plan_says_what_is_dynamic_and_what_follows_from_it():
     assert sim.ready().keys() == {"conv:weight", "deconv:weight", "gemm:weight"}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("model", [mlp, convnet])
 def test_no_data_is_needed_and_the_file_gives_what_the_simulation_gives(model, tmp_path):
     x = ROWS if model is mlp else IMAGES
@@ -78,6 +79,7 @@ def test_no_data_is_needed_and_the_file_gives_what_the_simulation_gives(model, t
         np.testing.assert_allclose(got, wanted, atol=1.01 * float(np.ptp(wanted)) / 255)
 
 
+@pytest.mark.slow
 def test_a_dynamic_file_comes_back_and_goes_out_the_same(tmp_path):
     sim = qsdk.quantize(convnet(), None, w8a8().override("conv*", dynamic_activations=True))
     qsdk.calibrate(sim, [IMAGES], progress=False)

@@ -46,6 +46,7 @@ def ran(path):
     return subprocess.run([sys.executable, "-c", RUN, str(path)], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["Add", "Mul"])
 def test_a_detector_without_a_hit_runs_in_the_default_session(op, tmp_path):
     sim = qsdk.quantize(detector(op), None, qsdk.w8a8())
@@ -65,6 +66,7 @@ class Selecting(nn.Module):
         return torch.relu(kept) * torch.sigmoid(kept[:, 1:2])
 
 
+@pytest.mark.slow
 def test_a_module_that_selects_by_value_runs_where_nothing_is_selected(tmp_path):
     sim = qsdk.quantize(Selecting().eval(), torch.from_numpy(BOXES), qsdk.w8a8(), dynamic_shapes={})
     qsdk.calibrate(sim, [torch.from_numpy(BOXES)], progress=False)

@@ -183,6 +183,7 @@ def test_scales_are_stored_in_their_own_type_where_the_opset_has_it(name: str, o
         assert [(value.dtype, value.shape) for value in outer] == [(np.float32, ())] * 2
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_simulated_exported_and_opened_at_the_onnx_door(name: str, tmp_path):
     x = np.random.default_rng(2).normal(size=(4, 96)).astype(np.float32)

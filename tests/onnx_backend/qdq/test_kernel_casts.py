@@ -18,6 +18,7 @@ ARRAYS = {"bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 WRITTEN_OUT = {"bfloat16": {"LayerNormalization"}, "float64": set()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNELS)
 def test_the_table_holds_the_ops_that_the_installed_runtime_has_kernels_for(dtype: str):
     assert KERNELS[dtype] <= PROBES.keys()

@@ -200,6 +200,7 @@ def linear(layout):
     return make_model(nodes, {"x": ["n", 6]}, {"y": ["n", 5]}, stored, imports=[helper.make_opsetid("qsdk", 1)])
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     st.data(),

@@ -33,6 +33,7 @@ def calibrated(model, data):
     return sim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_copy_computes_the_same_and_changes_alone(ran, tmp_path):
     sim = calibrated(convnet(), IMAGES)
@@ -77,6 +78,7 @@ def test_a_copy_takes_a_snapshot_back():
         sim.restore(before)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("loaded", [False, True])
 def test_large_weights_in_files_live_as_long_as_a_copy_needs_them(loaded, tmp_path):
     model = wide()

@@ -73,6 +73,7 @@ def test_aliases(alias: str, name: str):
     assert left.encodings == right.encodings
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("method", sorted(set(ALL_METHODS) - {"moving_average"}))
 def test_any_order_of_batches_gives_the_same_encodings(method: str):
     images = [image * scale for image, scale in zip(IMAGES, (1, 9), strict=True)]
@@ -204,6 +205,7 @@ def test_large_tensors_are_sampled_evenly_and_keep_their_extremes():
     assert found.scale == pytest.approx(full.scale, rel=0.05)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("method", ["min_max", "tf_enhanced"])
 def test_memory_does_not_grow_with_the_data(method: str):
     batch = RNG.normal(size=(2048, 64)).astype(np.float32)
@@ -231,6 +233,7 @@ def test_the_session_is_kept_until_what_it_observes_changes(monkeypatch):
     assert len(opened) == 2
 
 
+@pytest.mark.slow
 def test_an_empty_batch_says_nothing_at_positive_ops_either():
     empty = np.zeros((0, 3, 8, 8), np.float32)
     for method in ("min_max", "mse"):

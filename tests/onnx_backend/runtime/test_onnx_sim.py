@@ -202,6 +202,7 @@ def test_an_encoding_can_be_set_and_is_simulated():
         sim.set_encoding("add1:bias", coarse)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("config", [w8a8(), w4a8(), w8a16(block_size=2), w8a8().skip("gemm", dtype="float16")])
 def test_an_exported_file_opens_again(tmp_path, config):
     sim = calibrated(config, convnet(), IMAGES)
@@ -273,6 +274,7 @@ def test_the_source_model_is_not_changed():
     assert model.SerializeToString() == before
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000))
 def test_any_order_of_batches_gives_the_same_encodings(seed):

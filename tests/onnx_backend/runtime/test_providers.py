@@ -42,6 +42,7 @@ def calibrated(model=None, **options):
     return sim
 
 
+@pytest.mark.slow
 @needs_azure
 def test_every_session_of_a_sim_is_on_its_providers(opened, tmp_path):
     sim = qsdk.quantize(convnet(), None, qsdk.w8a8(), providers=[AZURE, CPU])

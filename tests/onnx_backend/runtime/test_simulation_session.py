@@ -100,7 +100,7 @@ def plain_session(model: ModelProto) -> ort.InferenceSession:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_op_between_two_pairs_is_exact_to_the_bit(dtype: str):
     compared = 0

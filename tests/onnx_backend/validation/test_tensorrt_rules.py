@@ -129,6 +129,7 @@ class Residual(nn.Module):
         return torch.relu(self.conv(x) + x)
 
 
+@pytest.mark.slow
 def test_the_export_names_the_pairs_and_the_remedy_removes_them(tmp_path):
     x = torch.randn(2, 4, 8, 8)
     config = qsdk.w8a8().for_dialect("tensorrt")

@@ -195,6 +195,7 @@ def test_what_we_export_has_no_findings(config, dialect):
     assert {(row["rule"], row["severity"]) for row in validate(model).rows} <= expected
 
 
+@pytest.mark.slow
 def test_block_sizes_are_those_of_the_interval_that_the_specification_gives():
     legal = {}
     for length, count, block in itertools.product(range(1, 13), range(1, 13), range(1, 15)):

@@ -51,6 +51,7 @@ def branches(length: int) -> onnx.ModelProto:
     return make_model(nodes, {"x": [2, 4]}, {read: [2, 4]}, {"s": np.float32(0.1), "z": U8, "c": np.array(True)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [chain, branches])
 def test_time_is_linear_in_the_nodes(make):
     def seconds(model: onnx.ModelProto) -> float:
@@ -95,6 +96,7 @@ print((resident("VmHWM") - before) / (16 * COUNT))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is counted by Linux")
 @pytest.mark.parametrize("kind", ["whole", "narrow"])
 def test_at_most_one_large_weight_is_copied_at_a_time(kind: str):

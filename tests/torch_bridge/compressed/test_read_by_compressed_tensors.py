@@ -100,7 +100,7 @@ def weights_of(sim) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.spread(18)
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_package_decompresses_the_weights_of_the_sim(name: str, dtype: torch.dtype, tmp_path: Path):
@@ -124,6 +124,7 @@ def test_the_package_decompresses_the_weights_of_the_sim(name: str, dtype: torch
         assert not torch.equal(weight, model.get_submodule(path).weight)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "name", ["int4 in groups of 32", "int4 with zero points", "int8 per channel", "w8a8", "float8"]
 )
@@ -149,6 +150,7 @@ def test_the_layout_is_the_package_s_own(name: str, tmp_path: Path):
 
 
 # what is passed to dequantize is not in the folder, and transformers says so
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config. or equivalent")
 @pytest.mark.parametrize(
     "name",
@@ -173,6 +175,7 @@ def test_transformers_computes_with_the_weights_of_the_sim(name: str, tmp_path: 
         torch.testing.assert_close(read, sim(input_ids=ids(seed=7)).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w8a8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("w4a8", "float8"))])
 def test_transformers_quantizes_activations_as_the_sim_does(name: str, tmp_path: Path):
     sim = sim_of(llama(), CONFIGS[name][0])
@@ -204,6 +207,7 @@ def test_asymmetric_activations_keep_their_zero_points(tmp_path: Path):
     torch.testing.assert_close(read, sim(input_ids=ids()).logits, rtol=0, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_groups_and_formats_side_by_side(tmp_path: Path):
     config = qsdk.weight_only("int4").override("*o_proj", weight="int8").override("*down_proj", weight="float8e4m3fn")
     model = llama()
@@ -238,6 +242,7 @@ def test_a_tied_head_stays_float_and_tied(tmp_path: Path):
         torch.testing.assert_close(loaded(ids()).logits, sim(input_ids=ids()).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_solved_weights_and_biases(tmp_path: Path):
     """What gptq chose is in the file; an int32 bias is written as the float that the sim adds."""
     model = decoder("Qwen2", num_hidden_layers=1)
@@ -257,6 +262,7 @@ def test_solved_weights_and_biases(tmp_path: Path):
     assert sim.plan.decisions["model.layers.0.self_attn.q_proj:bias"].quantized
 
 
+@pytest.mark.slow
 def test_any_module_with_linear_layers(tmp_path: Path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()

@@ -48,6 +48,7 @@ def inputs_of_norms(sim, door):
     return [np.concatenate(found[k]) for k in (1, 2)]
 
 
+@pytest.mark.spread(1)
 @both
 def test_reestimated_statistics_are_those_of_all_the_data_and_can_be_undone(door):
     sim = sim_at(door)
@@ -151,6 +152,7 @@ def test_one_value_has_no_variance():
         reestimate_batch_norm(sim, [torch.randn(1, 3)], progress=False)
 
 
+@pytest.mark.spread(1)
 @both
 def test_an_uncalibrated_sim_is_refused(door):
     with pytest.raises(CalibrationError, match="no encoding"):
@@ -169,6 +171,7 @@ class Twice(nn.Module):
         return self.free(self.norm(torch.relu(self.norm(torch.relu(self.linear(x))))))
 
 
+@pytest.mark.slow
 def test_a_norm_called_twice_counts_both_calls_and_skipped_norms_have_a_reason():
     torch.manual_seed(0)
     batches = [torch.randn(n, 4) for n in (6, 3)]
@@ -218,6 +221,7 @@ class Normed(nn.Module):
         return self.fc(torch.relu(self.bn2(self.conv2(x))).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_norm_behind_a_trained_quantized_layer_is_folded_into_its_scale():
     """What a BatchNorm multiplies with goes into scale and weight, whatever its sign: the codes are the same."""
     torch.manual_seed(4)

@@ -70,7 +70,7 @@ def difference(sim: QuantSim, model: nn.Module, example: Tensor) -> float:
         return float((inner(example) - model(example)).abs().max())
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", FOLDED)
 def test_folding_keeps_the_output_and_removes_the_batch_norm(name: str):
     torch.manual_seed(len(name))
@@ -86,6 +86,7 @@ def test_folding_keeps_the_output_and_removes_the_batch_norm(name: str):
     assert isinstance(next(m for m in model.modules() if isinstance(m, BatchNorms)), BatchNorms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv2d", "functional wiring"])
 def test_repeated_folding_changes_nothing(name: str):
     model, example = FOLDED[name]()
@@ -99,6 +100,7 @@ def test_repeated_folding_changes_nothing(name: str):
     assert torch.equal(again(example), once(example))
 
 
+@pytest.mark.slow
 def test_folding_is_left_out_on_request():
     model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
     sim = calibrated(model, example, fold_batch_norm=False)
@@ -270,11 +272,13 @@ def leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+@pytest.mark.slow
 def test_reading_a_shape_is_not_reading_the_values():
     sim = sim_of(randomized(ReadTwice(lambda bn, y: bn.reshape(y.shape[0], -1))), seeded(2, 2, 5))
     assert sim.coverage().summary["folded"] == 1
 
 
+@pytest.mark.slow
 def test_a_rule_that_names_a_batch_norm_keeps_it():
     model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
     sim = calibrated(model, example, w8a8().skip("bn1", dtype="float16"))
@@ -290,6 +294,7 @@ def test_a_rule_that_names_a_batch_norm_keeps_it():
         sim_of(model, example, w8a8().skip("bn3"))
 
 
+@pytest.mark.slow
 def test_a_folded_layer_has_the_bias_that_the_batch_norm_brings():
     model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
     sim = calibrated(model, example)
@@ -309,6 +314,7 @@ def test_a_negative_gamma_is_folded_with_its_sign():
     assert torch.equal(sim.model.conv1.weight.sign(), -model.conv1.weight.sign())
 
 
+@pytest.mark.slow
 def test_folding_keeps_frozen_parameters_frozen():
     model = randomized(BatchNormNet()).requires_grad_(False)
     sim = sim_of(model, seeded(2, 2, 6, 6))
@@ -323,6 +329,7 @@ def test_in_place_folding_keeps_the_parameter_objects():
     assert difference(sim, reference, example) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_bottleneck_of_aliases_is_folded_once():
     class Aliased(nn.Module):
         def __init__(self):

@@ -52,6 +52,7 @@ class Gained(nn.Module):
         return self.norm(self.conv(x, x.mean()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [(SameConv(3, 5, 3), (2, 3, 6, 6)), (PaddedBySubmodule(3, 5, 3), (2, 3, 6, 6)), (OwnLinear(3, 5), (4, 3))],
@@ -68,6 +69,7 @@ def test_a_batch_norm_is_folded_into_a_layer_that_follows_its_weight_and_bias(la
         torch.testing.assert_close(inner(example), model(example))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [ForgetsItsBias(3, 5, 3, bias=False), Activated(3, 5, 3)])
 def test_a_batch_norm_after_a_layer_that_computes_something_else_stays_with_a_reason(layer):
     model, example = randomized(nn.Sequential(layer, nn.BatchNorm2d(5))).eval(), seeded(2, 3, 6, 6)

@@ -62,6 +62,7 @@ def trained(model: nn.Module, inputs: list[Tensor], *, lr: float = 0.05) -> list
     return losses
 
 
+@pytest.mark.slow
 @layers
 def test_without_quantizers_trainable_norms_train_like_the_float_model(name: str):
     torch.manual_seed(1)
@@ -110,6 +111,7 @@ def quick(sim: QuantSim, steps: int, *, after: float = 2, **options: Any) -> Ten
         return live(seeded(4, 2, 6, 6, seed=99)).detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [w4a8(), w8a8().skip("conv1", dtype="float16")])
 def test_trained_norms_are_folded_as_trained_and_exported(config: QuantConfig, tmp_path):
     sim = fresh(config)
@@ -124,6 +126,7 @@ def test_trained_norms_are_folded_as_trained_and_exported(config: QuantConfig, t
     assert parity.summary["weights_max_lsb"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_with_trained_norms_becomes_integer_only(tmp_path):
     sim = fresh()
     quick(sim, 4)
@@ -132,6 +135,7 @@ def test_a_model_with_trained_norms_becomes_integer_only(tmp_path):
     assert report.summary["float_tensors"] == 0
 
 
+@pytest.mark.slow
 def test_a_frozen_norm_runs_as_exported_and_trains_gamma_through_the_folded_weight():
     model, x = net(), seeded(8, 2, 6, 6)
     sim = sim_of(model, x, FLOAT)
@@ -147,6 +151,7 @@ def test_a_frozen_norm_runs_as_exported_and_trains_gamma_through_the_folded_weig
     assert torch.equal(quantized(x), in_training)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     """Frozen, in float64 and without quantizers; with batch statistics against autograd of the float model above."""
     model, x = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3)), seeded(3, 2, 4).double()
@@ -160,6 +165,7 @@ def test_gradients_are_those_of_finite_differences():
             assert torch.autograd.gradcheck(loss, tuple(live.parameters()))
 
 
+@pytest.mark.slow
 def test_the_steps_decide_when_statistics_freeze_whatever_the_loop_calls():
     sim = calibrated(net(), seeded(8, 2, 6, 6), w8a8().override("bn1", activation="uint8"))
     assert sim.folded == ("bn2",)
@@ -210,6 +216,7 @@ def test_a_number_that_is_none_is_refused(number: Any):
     assert same(state(sim.model), before)
 
 
+@pytest.mark.slow
 def test_training_an_uncalibrated_sim_raises_and_changes_nothing():
     sim = sim_of(net(), seeded(8, 2, 6, 6))
     before = state(sim.model)
@@ -263,6 +270,7 @@ def test_a_snapshot_from_before_leads_back_bit_for_bit_and_trains_the_same():
     assert torch.equal(quick(sim, 4, learn_scales=True), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_equalized_layers_are_trained_from_their_present_weights(trained_before: bool):
     """Factors that went through folded layers are in gamma, so that batch statistics do not undo them."""
@@ -281,6 +289,7 @@ def test_equalized_layers_are_trained_from_their_present_weights(trained_before:
         torch.testing.assert_close(live(x), model.train()(x), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_training_keeps_a_corrected_bias():
     sim, x = calibrated(net(), seeded(64, 2, 6, 6), w4a8()), seeded(4, 2, 6, 6, seed=9)
     bias = sim.model.conv1.bias.detach().clone()
@@ -292,6 +301,7 @@ def test_training_keeps_a_corrected_bias():
     torch.testing.assert_close(sim.model.conv1.bias, bias, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_training_keeps_rounded_weights():
     sim, x = calibrated(net(), seeded(64, 2, 6, 6), w4a8()), seeded(4, 2, 6, 6, seed=9)
     qsdk.adaround(sim, [seeded(64, 2, 6, 6)], iterations=50, progress=False)

@@ -32,6 +32,7 @@ def optimizer_of(sim: QuantSim) -> torch.optim.Optimizer:
     return torch.optim.SGD(sim.parameter_groups(lr=0.05, scale_lr=0.01), momentum=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_checkpoint_of_a_training_block_resumes_in_another_bit_for_bit(at: int):
     """Saved before or after the statistics were frozen."""
@@ -70,6 +71,7 @@ def test_a_checkpoint_of_a_training_block_loads_outside_but_a_folded_one_does_no
         torch.testing.assert_close(live.conv1.weight.detach(), inside["conv1.weight"], rtol=3e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_saved_sim_trains_on_from_the_same_function(tmp_path):
     sim = fresh()
     with sim.training(freeze_bn_after=math.inf) as live:
@@ -173,6 +175,7 @@ class Recomputed(nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_recomputed_gradients_are_the_same_bit_for_bit(reentrant: bool):
     torch.manual_seed(0)
@@ -246,6 +249,7 @@ class Shared(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_norms_of_layers_with_their_own_forward_or_several_paths_can_be_trained():
     own = nn.Sequential(OwnPadding(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     for model in (own, Shared()):
@@ -273,6 +277,7 @@ def test_norms_that_stay_folded_are_named():
         steps(live, optimizer_of(sim), range(1))
 
 
+@pytest.mark.slow
 def test_synchronized_batch_norms_can_be_trained():
     sim = calibrated(nn.SyncBatchNorm.convert_sync_batchnorm(net()), X)
     with sim.training(freeze_bn_after=1) as live:

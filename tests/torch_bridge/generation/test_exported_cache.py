@@ -33,6 +33,7 @@ def test_256_tokens_of_the_file_are_those_of_the_simulation(name: str, tmp_path:
     assert np.array_equal(generate(session_of(str(tmp_path / "model.onnx")), ids.numpy(), 256), wanted.numpy())
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_have_the_names_and_lengths_of_the_field(tmp_path: Path) -> None:
     qsdk.export(_sim(), tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
@@ -44,6 +45,7 @@ def test_inputs_and_outputs_have_the_names_and_lengths_of_the_field(tmp_path: Pa
     assert [v.name for v in graph.output] == ["logits", *(f"present.{part}" for part in parts)]
 
 
+@pytest.mark.slow
 def test_parity_of_a_step_and_of_a_prompt(tmp_path: Path) -> None:
     sim = _sim()
     qsdk.export(sim, tmp_path / "model.onnx")
@@ -54,6 +56,7 @@ def test_parity_of_a_step_and_of_a_prompt(tmp_path: Path) -> None:
     assert {"past_key_values.0.key:input"} <= {row["site"] for row in report.rows}
 
 
+@pytest.mark.slow
 def test_the_example_and_the_batches_keep_their_caches() -> None:
     model = DECODERS["llama"]()
     example = step_example(model)
@@ -63,6 +66,7 @@ def test_the_example_and_the_batches_keep_their_caches() -> None:
     assert torch.equal(example["past_key_values"].layers[0].keys, keys)
 
 
+@pytest.mark.slow
 def test_a_file_of_a_plain_example_has_no_cache(tmp_path: Path) -> None:
     sim = qsdk.quantize(decoder("Llama"), {"input_ids": tokens(0)}, qsdk.w8a8())
     qsdk.calibrate(sim, [{"input_ids": tokens(1)}], progress=False)
@@ -70,6 +74,7 @@ def test_a_file_of_a_plain_example_has_no_cache(tmp_path: Path) -> None:
     assert [v.name for v in onnx.load(tmp_path / "model.onnx").graph.output] == ["logits"]
 
 
+@pytest.mark.slow
 def test_a_saved_sim_with_a_cache_opens_again(tmp_path: Path) -> None:
     sim = _sim()
     qsdk.save(sim, tmp_path / "sim.qsdk")
@@ -79,6 +84,7 @@ def test_a_saved_sim_with_a_cache_opens_again(tmp_path: Path) -> None:
     assert torch.equal(sim.model.generate(ids, **options), again.model.generate(ids, **options))
 
 
+@pytest.mark.slow
 def test_a_file_goes_on_past_a_sliding_window(tmp_path: Path) -> None:
     sim = qsdk.quantize(DECODERS["mistral, sliding window"](), {"input_ids": tokens(0)}, qsdk.w8a8(kv_cache="int8"))
     qsdk.calibrate(sim, [{"input_ids": tokens(1)}], progress=False)

@@ -19,7 +19,7 @@ def _sim(name: str) -> QuantSim:
     return plain_sim(DECODERS[name]())
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name: str) -> None:
     sim = _sim(name)
@@ -29,7 +29,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name
     assert len(wanted[0].unique()) > 3
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_padded_row_generates_what_it_does_alone(name: str) -> None:
     sim = _sim(name)
@@ -40,7 +40,7 @@ def test_a_padded_row_generates_what_it_does_alone(name: str) -> None:
     assert torch.equal(both[1, 3:], sim.model.generate(ids[1:, 3:], **OPTIONS)[0])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}])
 def test_beams_samples_and_a_cache_of_fixed_length(options: dict[str, object]) -> None:
     sim = _sim("llama")
@@ -52,6 +52,7 @@ def test_beams_samples_and_a_cache_of_fixed_length(options: dict[str, object]) -
     assert torch.equal(result, sim.model.generate(tokens(9), use_cache=False, **without))
 
 
+@pytest.mark.slow
 def test_an_encoder_and_its_decoder_generate() -> None:
     pair = {"input_ids": tokens(0), "decoder_input_ids": tokens(1, length=5)}
     sim = qsdk.quantize(t5(), pair, qsdk.w8a8())

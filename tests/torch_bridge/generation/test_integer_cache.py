@@ -31,12 +31,11 @@ def _sim(config: QuantConfig = INT8, name: str = "") -> QuantSim:
     return sim
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "config",
     [
-        INT8,
-        qsdk.w4a16(kv_cache="uint8"),
+        pytest.param(INT8, marks=pytest.mark.slow),
+        pytest.param(qsdk.w4a16(kv_cache="uint8"), marks=pytest.mark.slow),
         qsdk.weight_only("int8", kv_cache="int8").override("*", kv_cache_scales="head"),
     ],
     ids=["int8", "uint8", "int8 per head"],
@@ -61,6 +60,7 @@ def test_256_tokens_are_those_of_the_simulation(name: str, tmp_path: Path) -> No
     assert np.array_equal(generate(session_of(str(tmp_path / "model.onnx")), ids.numpy(), 256), wanted.numpy())
 
 
+@pytest.mark.slow
 def test_the_scales_stand_in_the_file_and_the_rules_hold(tmp_path: Path) -> None:
     sim = _sim()
     report = qsdk.export(sim, tmp_path / "model.onnx", cache="integer")
@@ -75,6 +75,7 @@ def test_the_scales_stand_in_the_file_and_the_rules_hold(tmp_path: Path) -> None
         assert stored[node.input[1]] == sim.encodings[f"{KEYS}:input"].scale
 
 
+@pytest.mark.slow
 def test_parity_reads_it_as_the_file_with_floats(tmp_path: Path) -> None:
     sim = _sim()
     qsdk.export(sim, tmp_path / "model.onnx", cache="integer")
@@ -83,6 +84,7 @@ def test_parity_reads_it_as_the_file_with_floats(tmp_path: Path) -> None:
     assert {f"{KEYS}:input"} <= {row["site"] for row in report.rows}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_opened_and_exported_comes_out_the_same(tmp_path: Path) -> None:
     qsdk.export(_sim(), tmp_path / "model.onnx", cache="integer")
     qsdk.export(_sim(), tmp_path / "float.onnx")

@@ -23,7 +23,7 @@ def _sim(config: QuantConfig, model: nn.Module | None = None) -> QuantSim:
     return sim
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "granularity"),
     [
@@ -55,6 +55,7 @@ def test_parity_takes_the_batches_that_calibration_took(tmp_path: Path) -> None:
         qsdk.check_parity(sim, tmp_path / "model.onnx", short, progress=False)
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_quantized_once() -> None:
     sim = _sim(qsdk.w8a8(kv_cache="int8"))
     rows = {row["site"]: row for row in sim.coverage().rows}
@@ -73,6 +74,7 @@ def test_keys_and_values_are_quantized_once() -> None:
     assert len(np.unique(keys)) > 50
 
 
+@pytest.mark.slow
 def test_a_rule_chooses_the_layers() -> None:
     sim = _sim(qsdk.w8a8().override("model.layers.1.*", kv_cache="float8e4m3fn"))
     rows = {row["site"]: row["dtype"] for row in sim.coverage().rows}

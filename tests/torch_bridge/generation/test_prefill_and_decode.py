@@ -62,6 +62,7 @@ def _mask(length: int, used: int) -> npt.NDArray[np.int64]:
     return (np.arange(length) >= length - used).astype(np.int64)[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["float", "integer"])
 def test_the_tokens_are_those_of_the_single_file(cache: Any, tmp_path: Path) -> None:
     sim, ids = _sim(), tokens(9).numpy()
@@ -71,6 +72,7 @@ def test_the_tokens_are_those_of_the_single_file(cache: Any, tmp_path: Path) -> 
     assert _generate(tmp_path, ids[0], 24) == wanted.tolist()
 
 
+@pytest.mark.slow
 def test_the_weights_are_written_once_and_old_ones_go(tmp_path: Path) -> None:
     written = [qsdk.export(_sim(), tmp_path / "model.onnx", shapes=sizes) for sizes in ({"other": DECODE}, BOTH)]
     (data,) = tmp_path.glob("*.data")

@@ -83,7 +83,7 @@ def own_encodings(sim: QuantSim | OnnxSim, *kinds: str):
     return [found[site] for site, d in sim.plan.decisions.items() if d.kind in kinds and d.quantized and not d.tied_to]
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_both_doors_find_the_same_encodings_within_a_bin(both_doors, method: str):
     data = batches(scale=3.0)
@@ -112,6 +112,7 @@ def test_both_doors_find_the_same_encodings_within_a_bin(both_doors, method: str
     np.testing.assert_allclose(scales[0], scales[1], rtol=1e-6)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("method", ["percentile", "tf_enhanced"])
 def test_large_tensors_are_sampled_alike(method: str):
     torch.manual_seed(0)
@@ -132,6 +133,7 @@ def test_large_tensors_are_sampled_alike(method: str):
     assert left == right
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_calibration_leaves_a_fixed_range(sim, method: str):
     site = next(site for site, d in sim.plan.decisions.items() if d.op_type == "Sigmoid" and d.quantized)
@@ -189,6 +191,7 @@ def test_any_order_of_batches_gives_the_same_encodings(sim, method: str):
     assert left.encodings == right.encodings
 
 
+@pytest.mark.slow
 def test_a_module_called_twice_counts_both_calls():
     class Twice(nn.Module):
         def __init__(self):

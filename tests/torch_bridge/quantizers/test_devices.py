@@ -7,7 +7,7 @@ from device_models import MODELS, VERBS
 import qsdk
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_verb_makes_a_tensor_on_the_default_device(kind, verb):

@@ -39,6 +39,7 @@ def torch_operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(case.x), scale, zero_point
 
 
+@pytest.mark.slow
 @settings(**FLOAT32)
 @given(cases(INTEGERS))
 def test_integers_equal_the_core_bit_for_bit(case: Case):
@@ -53,6 +54,7 @@ def test_integers_equal_the_core_bit_for_bit(case: Case):
     assert found.data_ptr() != x.data_ptr()
 
 
+@pytest.mark.slow
 @settings(**FLOAT32)
 @given(cases(INTEGERS))
 def test_the_differentiable_form_has_the_same_values(case: Case):
@@ -64,6 +66,7 @@ def test_the_differentiable_form_has_the_same_values(case: Case):
         assert same_bits(tracked.detach().numpy(), plain.numpy())
 
 
+@pytest.mark.slow
 @settings(**FLOAT32)
 @given(cases(MINIFLOATS))
 def test_minifloats_equal_ml_dtypes_bit_for_bit(case: Case):
@@ -135,6 +138,7 @@ def quantizer_of(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> Quan
     return quantizer
 
 
+@pytest.mark.slow
 @settings(**FLOAT32)
 @given(cases((*INTEGERS, *FLOAT8, float4e2m1)))
 def test_a_quantizer_computes_the_formula_of_its_encoding(case: Case):
@@ -147,6 +151,7 @@ def test_a_quantizer_computes_the_formula_of_its_encoding(case: Case):
     assert same_bits(quantizer(torch.from_numpy(case.x)).numpy(), e.fake_quantize(case.x))
 
 
+@pytest.mark.slow
 @settings(**FLOAT32)
 @given(cases(INTEGERS, ("channel",)), st.sampled_from(["block", "element"]))
 def test_blocks_as_long_as_the_axis_are_channels_and_of_one_are_elements(case: Case, kind: str):
@@ -211,6 +216,7 @@ def closed_form(case: Case, gradient: np.ndarray, gain: float) -> tuple[np.ndarr
     return gradient * inside, gradient * to_scale * gain
 
 
+@pytest.mark.slow
 @settings(**FLOAT32)
 @given(cases(INTEGERS, fillings=("random", "ties")))
 def test_gradients_are_lsqs_closed_form_at_every_granularity(case: Case):
@@ -246,6 +252,7 @@ def test_gradients_agree_with_finite_differences_where_the_function_is_smooth():
         assert float(leaf.grad) == pytest.approx(float(expected[i]), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gain_of_a_quantizer_is_lsqs():
     """Section 2.2: 1 / sqrt(elements per scale * largest level)."""
     sim = calibrated(nn.Linear(6, 4, bias=False), seeded(3, 6))
@@ -295,6 +302,7 @@ def step(sim: QuantSim, **options: Any) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_scales_are_learned_inside_the_block_and_fixed_after_it(sim: QuantSim):
     before = sim.encodings
     with sim.training(learn_scales=True) as model:
@@ -426,6 +434,7 @@ def test_parameter_groups_split_weights_and_scales(sim: QuantSim):
         torch.optim.AdamW(sim.parameter_groups(lr=0.1, scale_lr=0.003), weight_decay=0.5)
 
 
+@pytest.mark.slow
 def test_tied_sites_are_learned_through_their_home():
     class Model(nn.Module):
         def __init__(self):
@@ -446,6 +455,7 @@ def test_tied_sites_are_learned_through_their_home():
             assert sim.encodings[site] == sim.encodings[decision.tied_to]
 
 
+@pytest.mark.slow
 def test_training_really_lowers_the_loss(sim: QuantSim):
     x = seeded(32, 6, seed=5)
     target = x[:, :3] + 0.5
@@ -462,6 +472,7 @@ def test_training_really_lowers_the_loss(sim: QuantSim):
     assert float((sim(x) - target).square().mean()) == pytest.approx(losses[-1], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_float_site_is_not_learned():
     sim = calibrated(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), seeded(3, 4), w8a8().skip("1", dtype=float16))
     with sim.training(learn_scales=True):
@@ -471,6 +482,7 @@ def test_a_float_site_is_not_learned():
         assert sim.model[1].weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_biases_are_quantized_with_the_learned_scales():
     sim = calibrated(nn.Linear(6, 4), seeded(3, 6))
     with sim.training(learn_scales=True):

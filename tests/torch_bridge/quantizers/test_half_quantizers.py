@@ -46,6 +46,7 @@ def floats(dtype: torch.dtype) -> st.SearchStrategy[float]:
     return st.one_of(near, anywhere).map(lambda x: float(torch.tensor(x, dtype=torch.float64).to(dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @given(data=st.data())
 def test_values_of_half_tensors_are_those_of_exact_arithmetic(dtype: torch.dtype, data: st.DataObject):

@@ -62,6 +62,7 @@ def close(found: Tensor, wanted: Tensor, sizes: Tensor) -> bool:
     return bool(((found - wanted).abs() <= 2e-5 * sizes + 1e-6).all())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(cases(INTEGERS, fillings=("random", "ties")), st.booleans(), st.booleans())
 def test_gradients_of_weight_scale_and_zero_point_are_those_of_the_relaxation(case: Case, pact: bool, keeps: bool):
@@ -102,6 +103,7 @@ def test_gradients_are_finite_differences_of_the_relaxation(lo: int, hi: int, ze
 # a ReLU that the quantizer does on the way
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     cases([dtype for dtype in INTEGERS if dtype.bits <= 16], fillings=("random", "ties")),
@@ -148,6 +150,7 @@ class Relus(nn.Module):
         return self.drop(F.relu6(self.fcs[5](x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learn_scales", [False, True])
 def test_models_train_as_if_every_relu_ran_by_itself(learn_scales: bool, monkeypatch: pytest.MonkeyPatch):
     sim = calibrated(randomized(Relus()), seeded(32, 6))
@@ -191,6 +194,7 @@ def train(sim: Any, example: Tensor, rate: float, steps: int = 4, **options: Any
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [10.0, 1e3, 1e20, -1e20])
 def test_learned_ranges_contain_zero_and_zero_points_are_whole(rate: float):
     sim = calibrated(EncoderModel(), seeded(6, 6))
@@ -209,6 +213,7 @@ def test_learned_ranges_contain_zero_and_zero_points_are_whole(rate: float):
     assert moved > 0
 
 
+@pytest.mark.slow
 def test_zero_points_are_learned_only_where_asked_and_in_their_group():
     sim = calibrated(EncoderModel(), seeded(6, 6))
     with sim.training(learn_zero_points=True) as model:
@@ -223,6 +228,7 @@ def test_zero_points_are_learned_only_where_asked_and_in_their_group():
         assert not any("shift" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_learned_zero_point_finds_a_range_that_is_off():
     """Activations between 2 and 6 on a grid of 0 to 4: the error falls only if the range moves and grows."""
     sim = calibrated(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), seeded(16, 4), w4a8())
@@ -243,6 +249,7 @@ def test_a_learned_zero_point_finds_a_range_that_is_off():
     assert float((torch.from_numpy(encoding.fake_quantize(x.numpy())) - x).square().mean()) < 0.1 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 3])
 @pytest.mark.parametrize("rate", [0.05, 3.0])
 def test_scales_of_few_digits_are_learned_with_these_digits(bits: int, rate: float):
@@ -264,6 +271,7 @@ def test_scales_of_few_digits_are_learned_with_these_digits(bits: int, rate: flo
     assert (len(changed) > len(own) / 2) == (rate > 1 or bits > 1)  # an exponent has to move by half
 
 
+@pytest.mark.slow
 def test_pact_moves_only_ranges_that_clip():
     sim = calibrated(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), seeded(64, 6))
     before = sim.encodings
@@ -382,6 +390,7 @@ class InPlaceResidual(nn.Module):
         return self.relu(out)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("freeze_bn_after", [None, 10])
 def test_a_residual_sum_in_place_behind_a_folded_batch_norm_can_be_trained(freeze_bn_after: int | None):
     sim = calibrated(randomized(InPlaceResidual()), seeded(4, 4, 6, 6))
@@ -390,6 +399,7 @@ def test_a_residual_sum_in_place_behind_a_folded_batch_norm_can_be_trained(freez
         assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_gradient_can_be_differentiated_again():
     """A gradient penalty trains the weights through the gradient of the input."""
     sim = calibrated(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), seeded(16, 6))

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
@@ -16,6 +17,7 @@ def slopes(x: Tensor, scale: Tensor, zero: Tensor, lo: int, hi: int) -> Tensor:
     return torch.where(codes > hi, hi - zero, torch.where(codes < lo, lo - zero, inside))
 
 
+@pytest.mark.slow
 def test_the_gain_counts_the_elements_of_one_example_and_those_of_a_channel():
     torch.manual_seed(0)
     sim = calibrated(nn.Linear(8, 4), X)

@@ -80,6 +80,7 @@ def extremes(sim: Any, x: Tensor) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_observed_ranges_are_the_moving_average_of_the_training_batches():
     sim = sim_of()
     specs = {site: sim.plan.decisions[site].spec for site in CNN_SITES}
@@ -164,6 +165,7 @@ class Checkpointed(nn.Module):
         return self.head(self.body(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_recomputation_does_not_observe_twice(reentrant: bool, calibrated: bool):
@@ -325,6 +327,7 @@ def test_a_finer_grid_covers_the_same_range(name: str, bits: int, symmetric: boo
             assert float((grid_end - zero) * scale) == pytest.approx(float(end[0]), abs=0.501 * float(scale))
 
 
+@pytest.mark.slow
 def test_bits_are_annealed_down_to_those_of_the_plan():
     sim, plain = sim_of("w4a8"), sim_of("w4a8")
     raw = sim.model._modules["0"]._parameters["weight"]
@@ -534,6 +537,7 @@ def rank_work(rank: int, folder: str) -> None:
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
+@pytest.mark.slow
 def test_ranks_observe_the_ranges_of_all_and_learn_the_same(tmp_path: Path):
     torch.multiprocessing.spawn(rank_work, (str(tmp_path),), nprocs=2)
     (first, high), (second, other) = (pickle.loads((tmp_path / f"{n}.pickle").read_bytes()) for n in (0, 1))

@@ -53,6 +53,7 @@ def devices_of(sim):
     return {value.device for value in sim.model.state_dict().values()}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "verb"),
     [("images", verb) for verb in VERBS if verb not in SHARED] + [("text", "gptq"), ("text", "awq")],
@@ -65,6 +66,7 @@ def test_verbs_take_batches_of_the_host_for_a_module_on_another_device(kind, ver
     require_same(here, far)
 
 
+@pytest.mark.slow
 def test_files_of_a_module_on_another_device_are_those_of_the_cpu(tmp_path):
     here, far, data = sims("text")
     moved = copy.deepcopy(here)
@@ -76,6 +78,7 @@ def test_files_of_a_module_on_another_device_are_those_of_the_cpu(tmp_path):
     assert files[0] == files[1] == files[2]
 
 
+@pytest.mark.slow
 def test_sims_are_saved_and_loaded_across_devices(tmp_path):
     here, far, data = sims("images")
     wanted = here(data[0])
@@ -90,6 +93,7 @@ def test_sims_are_saved_and_loaded_across_devices(tmp_path):
             qsdk.calibrate(back, data, progress=False)
 
 
+@pytest.mark.slow
 def test_copies_and_moved_sims_compute_the_same():
     here, far, data = sims("images")
     wanted = here(data[0])
@@ -117,6 +121,7 @@ class Lengths(nn.Module):
         return x if scale is None else x * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keywords", [False, True])
 def test_an_argument_that_was_on_the_host_in_the_example_stays_there(keywords, tmp_path):
     x, lengths = torch.randn(3, 8), torch.tensor([3, 2, 1])
@@ -207,6 +212,7 @@ def waits_of_training(sim, batch, options):
     return waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_step_waits_for_nothing_in_any_dtype(config):
     make, data = MODELS["text"]
@@ -227,6 +233,7 @@ def test_a_training_step_with_batch_norms_waits_for_nothing(options):
     assert waits_of_training(far, data[0].to(FAR), options) == []
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_calibration_waits_once_for_each_batch(kind):
     _, far, data = sims(kind)

@@ -67,6 +67,7 @@ def state(sim):
     return {site: (e.scale.tobytes(), e.zero_point.tobytes(), e.frozen) for site, e in sim.encodings.items()}
 
 
+@pytest.mark.slow
 def test_outliers_before_a_norm_are_cut_off(sim, model):
     before = error(sim, model)
     report = qsdk.tune_ranges(sim, batches(), steps=40, progress=False)

@@ -31,7 +31,7 @@ class Wide(nn.Module):
         return self.form(x * 2, self.dtype)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_op_computes_in_the_dtype_that_it_is_asked_for(form, tmp_path):
     torch.manual_seed(0)

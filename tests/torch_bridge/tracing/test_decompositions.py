@@ -117,6 +117,7 @@ def traced(model, example, monkeypatch):
     return found[-1].model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_single_nodes_give_the_graph_of_torchs_own_way(name, monkeypatch):
     make, example = MODELS[name]

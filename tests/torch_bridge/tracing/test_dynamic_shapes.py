@@ -40,6 +40,7 @@ def tokens(rows: int, length: int) -> dict[str, Tensor]:
 NAMED = {"ids": {0: "batch", 1: "sequence"}, "mask": {0: "batch", -1: torch.export.Dim("sequence")}}
 
 
+@pytest.mark.slow
 def test_axes_by_name(tmp_path: Path):
     others = [tokens(1, 5), tokens(4, 9), tokens(3, 2)]
     came = road(Tokens().eval(), tokens(2, 6), others, tmp_path, dynamic_shapes=NAMED)
@@ -50,6 +51,7 @@ def test_axes_by_name(tmp_path: Path):
     assert "min(16, sequence)" in lengths
 
 
+@pytest.mark.slow
 def test_an_example_of_one_row_and_one_token(tmp_path: Path):
     shapes = ([("batch"), "time", None],)
 
@@ -66,6 +68,7 @@ def test_an_example_of_one_row_and_one_token(tmp_path: Path):
     assert came.outputs == {"output": ["batch", "time", 4]}
 
 
+@pytest.mark.slow
 def test_batch_size_1_is_dynamic_by_default(tmp_path: Path):
     model = randomized(
         nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3))
@@ -97,6 +100,7 @@ class Squeezed(nn.Module):
         return self.fc(x).squeeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "rows"), [(PerRow(), 3), (PerRow(), 1), (Squeezed(), 1)], ids=["3", "1", "squeeze"])
 def test_a_module_that_fixes_its_batch_is_static_by_default_and_says_so(tmp_path: Path, model: nn.Module, rows: int):
     came = road(model.eval(), seeded(rows, 4), [seeded(rows, 4, seed=1)], tmp_path)
@@ -118,6 +122,7 @@ def test_a_trace_of_another_shape_than_the_model_gives_is_refused():
         sim_of(Squeezed().eval(), seeded(1, 4), dynamic_shapes={"x": {0: "rows"}})
 
 
+@pytest.mark.slow
 def test_only_tensors_that_share_the_batch_are_dynamic_by_default(tmp_path: Path):
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -132,11 +137,13 @@ def test_only_tensors_that_share_the_batch_are_dynamic_by_default(tmp_path: Path
     assert came.inputs == {"x": ["batch", 4], "table": [7, 4], "gain": []}
 
 
+@pytest.mark.slow
 def test_no_axis_is_dynamic_where_none_is_named(tmp_path: Path):
     came = road(nn.Linear(4, 4).eval(), seeded(3, 4), [], tmp_path, dynamic_shapes={})
     assert came.inputs == {"input": [3, 4]}
 
 
+@pytest.mark.slow
 def test_coverage_reports_a_path_that_depends_on_a_length():
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -193,6 +200,7 @@ def test_dynamic_shapes_at_the_onnx_door(tmp_path: Path):
             qsdk.quantize(tmp_path / "model.onnx", None, config, dynamic_shapes={})
 
 
+@pytest.mark.slow
 def test_a_saved_sim_keeps_its_dynamic_axes(tmp_path: Path):
     model = Tokens().eval()
     sim = calibrated(model, tokens(2, 6), dynamic_shapes=NAMED)

@@ -36,7 +36,7 @@ def exported(config: QuantConfig, path, **options):
     return sim, sim(example).numpy()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize(
     ("config", "expected"),
@@ -66,6 +66,7 @@ def test_the_runtime_is_within_one_lsb_and_importing_the_file_loses_nothing(conf
     assert again.encodings == sim.encodings
 
 
+@pytest.mark.slow
 def test_the_linears_of_a_module_come_out_in_the_form_that_the_runtime_fuses(tmp_path):
     sim, wanted = exported(weight_only(block_size=32), tmp_path / "model.onnx")
     options = ort.SessionOptions()
@@ -83,6 +84,7 @@ def test_the_linears_of_a_module_come_out_in_the_form_that_the_runtime_fuses(tmp
     assert (tmp_path / "second.onnx").read_bytes() == (tmp_path / "third.onnx").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "opset"), [("mxfp4", 24), ("nvfp4", 21)])
 def test_formats_beside_a_float16_island_and_dynamic_activations(name: str, opset: int, tmp_path):
     config = w8a8().override("first", weight=name, dynamic_activations=True).skip("second", dtype=float16)
@@ -97,6 +99,7 @@ def test_formats_beside_a_float16_island_and_dynamic_activations(name: str, opse
     np.testing.assert_allclose(again.run(BATCHES[0])[0], wanted, atol=np.ptp(wanted) / 255)
 
 
+@pytest.mark.slow
 def test_scales_that_are_confined_are_not_trained():
     torch.manual_seed(0)
     config = w4a16(block_size=32).override("first", two_level_scales=True).override("x", scale_bits=1)

@@ -49,6 +49,7 @@ def made(model):
     return module, sim
 
 
+@pytest.mark.slow
 def test_a_discarded_in_place_result_is_quantized_all_the_same(tmp_path):
     _, sim = made(Discarding)
     rows = {row["site"]: row for row in sim.coverage().rows}
@@ -71,6 +72,7 @@ def test_a_discarded_in_place_result_cannot_be_trained_and_says_why():
         model(X)
 
 
+@pytest.mark.slow
 def test_ordinary_in_place_ops_train_and_agree_with_the_exported_file(tmp_path):
     _, sim = made(Residual)
     with sim.training(learn_scales=True) as model:
@@ -82,6 +84,7 @@ def test_ordinary_in_place_ops_train_and_agree_with_the_exported_file(tmp_path):
     assert qsdk.check_parity(sim, tmp_path / "model.onnx", [X], progress=False).summary["passed"]
 
 
+@pytest.mark.slow
 def test_in_place_ops_cost_no_copy_where_nothing_reads_the_old_name():
     _, sim = made(Residual)
     assert sim.runtime.write_back == frozenset()

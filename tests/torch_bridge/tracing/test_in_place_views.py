@@ -167,6 +167,7 @@ def test_writes_into_a_view_are_in_the_simulation_and_in_the_file(name: str, res
     np.testing.assert_allclose(made, simulated.numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_views_without_writes_keep_their_sites():
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -236,6 +237,7 @@ def test_a_state_that_a_file_cannot_keep_is_refused(model: type[nn.Module], name
         sim_of(model().eval(), seeded(2, 3, 4))
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_written_and_never_read_is_not_a_state():
     assert states(sim_of(Counting().eval(), seeded(2, 3, 4)))["fc:output"] == "quantized"
 

@@ -41,6 +41,7 @@ def test_the_library_and_its_signatures_are_read_once_and_put_back(monkeypatch: 
     assert len(derived) == len(set(derived)) > 100
 
 
+@pytest.mark.slow
 def test_composed_ops_are_listed_once_at_each_trace(monkeypatch: pytest.MonkeyPatch):
     listed, lists = counted(monkeypatch, *LOOKED_UP[2])
     annotation = kernels.Callable

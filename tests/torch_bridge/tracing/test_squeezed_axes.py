@@ -27,6 +27,7 @@ def squeezed(x: Tensor) -> Tensor:
     return x.squeeze_((1, -1)).unsqueeze(1).squeeze((1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
 def test_squeeze_removes_only_axes_that_are_one_long(tmp_path: Path):
     road(Squeezing(squeezed).eval(), seeded(2, 5, 4), [seeded(3, 5, 4)], tmp_path)

@@ -74,6 +74,7 @@ def runs_as_simulated(sim, path):
     return np.abs(got - wanted).max() <= 1.5 * step
 
 
+@pytest.mark.slow
 def test_exports_of_the_same_network_trace_once(sim, traces, tmp_path):
     for number in range(3):
         assert runs_as_simulated(sim, tmp_path / f"{number}.onnx")
@@ -81,7 +82,7 @@ def test_exports_of_the_same_network_trace_once(sim, traces, tmp_path):
     assert (tmp_path / "0.onnx").read_bytes() == (tmp_path / "2.onnx").read_bytes()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_layer_is_traced_once_whatever_it_learns(kind, traces, tmp_path):
     torch.manual_seed(1)
@@ -126,7 +127,7 @@ def train(sim):
         optimizer.step()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [fill, assign_data, replace_parameter, replace_buffer, load_state, train])
 def test_new_values_are_exported_without_a_new_trace(sim, traces, tmp_path, change):
     before = sim(X)
@@ -161,7 +162,7 @@ def change_an_unregistered_module(sim):
 UNSEEN = [change_number, change_inside_a_container, change_a_callable, change_an_array, change_an_unregistered_module]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", UNSEEN)
 def test_a_changed_attribute_that_the_forward_reads_causes_a_new_trace(sim, traces, tmp_path, change):
     before = sim(X)
@@ -172,6 +173,7 @@ def test_a_changed_attribute_that_the_forward_reads_causes_a_new_trace(sim, trac
     assert traces == [sim.model]
 
 
+@pytest.mark.slow
 def test_a_new_hook_is_traced(sim, traces, tmp_path):
     handle = sim.model.last.register_forward_hook(lambda module, args, result: result.contiguous())
     assert runs_as_simulated(sim, tmp_path / "m.onnx")
@@ -180,6 +182,7 @@ def test_a_new_hook_is_traced(sim, traces, tmp_path):
     assert traces == [sim.model] * 2
 
 
+@pytest.mark.slow
 def test_a_changed_network_is_refused(sim, traces, tmp_path):
     sim.model.last = nn.Sequential(nn.Linear(5, 3))
     with pytest.raises(ExportError, match=r"last \(Sequential\) came into the model after that was quantized"):
@@ -194,6 +197,7 @@ def test_a_number_that_makes_another_op_of_its_op_is_refused(sim, tmp_path):
         qsdk.export(sim, tmp_path / "m.onnx")
 
 
+@pytest.mark.slow
 def test_a_copied_sim_exports_its_own_weights(sim, tmp_path):
     other = copy.deepcopy(sim)
     fill(other)

@@ -38,7 +38,7 @@ def batch(*, padded: bool, rows: int = 2, length: int = 5) -> tuple[Tensor, Tens
 SHAPES: Any = ({0: "batch", 1: "sequence"}, {0: "batch", 1: "sequence"})
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_padded_and_an_all_ones_mask_both_work(tmp_path: Path, padded: bool):
@@ -64,6 +64,7 @@ class OnlyTraced(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_site_that_no_batch_exercises_is_named_with_the_remedy():
     zero, one = torch.zeros(2, 4), torch.ones(2, 4)
     sim = sim_of(OnlyTraced().eval(), (seeded(2, 4), zero))

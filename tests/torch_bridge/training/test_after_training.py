@@ -109,6 +109,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_exported_model_is_the_trained_one(name: str, exported: Callable[[str], Path]):
     sim, path, x = trained(name), exported(name), data()[0][500:508]
@@ -151,6 +152,7 @@ def test_a_trained_model_becomes_integer_only(name: str, exported: Callable[[str
     assert np.median(steps) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trained_sim_is_saved_and_loaded(name: str, tmp_path: Path):
     sim = trained(name)

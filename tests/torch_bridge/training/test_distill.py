@@ -78,6 +78,7 @@ def float_sites(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"body/relu.0:output": first, "body/relu.1:output": second, "body/add.0:output": second + first}
 
 
+@pytest.mark.slow
 def test_logits_count_by_their_divergence_at_a_temperature():
     sim, teacher = sim_of()
     net = teacher.unwrap()
@@ -94,6 +95,7 @@ def test_logits_count_by_their_divergence_at_a_temperature():
     assert 0 < float(same.loss.detach()) < float(found.loss.detach())
 
 
+@pytest.mark.slow
 def test_the_divergence_is_averaged_over_all_positions():
     net = nn.Linear(4, 3)
     x = torch.randn(2, 5, 4)
@@ -143,6 +145,7 @@ def gradients(sim: Any, teacher: Any, forward: Any = None) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_gradients_flow_to_the_student_alone_and_modes_stay():
     sim, teacher = sim_of("dropout")
     teacher.model.train()
@@ -179,6 +182,7 @@ def test_an_error_leaves_both_as_they_were():
     assert teacher.runtime.phase == "quantize"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("how", ["dict", "object"])
 def test_logits_are_found_by_name(how: str):
     sim, teacher = sim_of(how) if how == "dict" else sim_of()
@@ -216,6 +220,7 @@ def test_meaningless_arguments_are_refused():
         qsdk.distill_loss(sim, qsdk.quantize(nn.Linear(6, 4), batch(), qsdk.w8a8()), batch(), sites="relu*")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
 def test_sites_inside_checkpointed_parts(how: str):
     sim, teacher = sim_of(how)
@@ -241,6 +246,7 @@ def test_a_compiled_student_has_the_same_gradients():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_distillation_pulls_the_student_back_to_the_teacher():
     sim, teacher = sim_of()
     losses = []

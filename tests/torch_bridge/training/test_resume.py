@@ -28,7 +28,7 @@ from resumed_training import (
 import qsdk
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("at", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_training_goes_on_bit_for_bit(kind: str, at: int, tmp_path: Path):
@@ -45,6 +45,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(kind: str, at: int, tmp_path: Pa
     assert same_model(other, trained)
 
 
+@pytest.mark.slow
 def test_training_resumes_from_a_checkpoint_in_a_sim_that_was_never_calibrated(tmp_path: Path):
     losses, trained = whole("adam")
     first, path = sim_of(), tmp_path / "checkpoint.pt"
@@ -102,6 +103,7 @@ def test_the_best_weights_may_be_loaded_inside_the_block():
         assert sim.quantizers["0:weight"].finer_grid.dtype.bits == 8  # the steps of the checkpoint count
 
 
+@pytest.mark.slow
 def test_save_and_load_after_the_block(tmp_path: Path):
     _, trained = whole("adam")
     qsdk.save(trained, tmp_path / "sim.qsdk")

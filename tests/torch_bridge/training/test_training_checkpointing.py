@@ -120,7 +120,7 @@ def simulated(how: Callable[[Model, Tensor], Tensor]) -> QuantSim:
     return calibrated(Model(how), seeded(4, 6))
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_are_those_of_the_run_without(name: str):
     sim = simulated(MODULES[name])
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_the_run_without(name: str):
         assert_equal(plain, passed(sim, functools.partial(checkpoint, use_reentrant=reentrant)))
 
 
-@pytest.mark.spread(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_is_no_module_is_refused_by_name(name: str, reentrant: bool):
@@ -154,6 +154,7 @@ def test_a_function_in_a_reentrant_checkpoint_is_refused_in_the_backward_pass():
         passed(sim, functools.partial(checkpoint, use_reentrant=True))
 
 
+@pytest.mark.slow
 def test_the_models_own_no_grad_is_no_checkpoint():
     def how(model: Model, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -166,6 +167,7 @@ def test_the_models_own_no_grad_is_no_checkpoint():
     assert_equal(saved, passed(sim, _plain))
 
 
+@pytest.mark.slow
 def test_checkpoint_sequential():
     torch.manual_seed(0)
     sim = calibrated(nn.Sequential(Inner(), Inner(), Inner()), seeded(4, 6))
@@ -188,6 +190,7 @@ def _chain(parts: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_selective_checkpointing():
     sim = simulated(_in_a_loop)
     kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])

@@ -49,6 +49,7 @@ def one_step(sim: QuantSim, model: nn.Module, x: Tensor = X) -> Tensor:
 # precision
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_in_half_and_keeps_scales_and_gradients_in_float32(sim: QuantSim, dtype: torch.dtype):
     found = []

@@ -138,6 +138,7 @@ def test_a_branch_of_training_trains_and_is_in_no_file(
     assert right(sim, tmp_path)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("used", ["never", "without gradients", "with gradients"])
 def test_values_cached_from_parameters_are_computed_again(used: str, tmp_path: Path):
     torch.manual_seed(0)
@@ -207,6 +208,7 @@ class Writes(nn.Module):
         return self.norm(self.layer(x) * self.scale)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_run_in_train_mode_changes_nothing(in_place: bool):
     torch.manual_seed(0)
@@ -240,6 +242,7 @@ class NeedsTargets(nn.Module):
         return self.layer(x) if targets is None else F.mse_loss(self.layer(x), targets)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_run_in_training_is_quantized_and_coverage_says_so(tmp_path: Path):
     torch.manual_seed(0)
     sim = calibrated(NeedsTargets(), X)

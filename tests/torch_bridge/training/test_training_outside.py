@@ -29,6 +29,7 @@ def steps(model: nn.Module) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_steps_outside_are_those_of_the_block():
     inside, outside, before = calibrated(), calibrated(), calibrated()
     with inside.training() as model:
@@ -55,6 +56,7 @@ def test_a_gradient_of_frozen_values_outside_is_an_error():
     assert not torch.equal(sim.model[0].weight, weight)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("other", ["copied", "loaded"])
 def test_frozen_values_are_guarded_in_a_sim_made_of_another(other: str, tmp_path: Path):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()

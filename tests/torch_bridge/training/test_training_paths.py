@@ -55,6 +55,7 @@ def trained(sim: QuantSim, x: Any, **options: Any) -> tuple[Tensor, dict[str, Te
 # reused modules and loops
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("make", [Twice, SharedActivation, Loop])
 def test_a_reused_module_collects_the_gradients_of_all_its_calls(make: type[nn.Module]):
     """As the model that has one module for each call, with the same values."""
@@ -73,6 +74,7 @@ def test_a_reused_module_collects_the_gradients_of_all_its_calls(make: type[nn.M
     assert all(len(set(q.buffer_names)) == 2 for q in sim.quantizers.values())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_a_loop_that_runs_fewer_times_trains_the_sites_that_it_reaches(times: int):
     torch.manual_seed(0)
@@ -100,6 +102,7 @@ def test_a_loop_that_runs_more_often_is_refused_by_name():
     assert sim(seeded(4, 4)).shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_left_out_has_no_gradients_and_keeps_its_scales():
     sim = calibrated(Branch(), seeded(4, 4))
     before = sim.encodings
@@ -141,6 +144,7 @@ class Shifting(nn.Module):
         return self.act(x - 1)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("act", "name"), [(None, "relu.1"), (nn.ReLU(), "act@1")])
 def test_the_call_after_one_that_is_left_out_keeps_its_own_encoding(act: nn.Module | None, name: str):
     sim = calibrated(Shifting(act), seeded(4, 4))
@@ -177,7 +181,7 @@ SMALL: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_batches_of_one_sample_and_of_none_run(name: str):
     make, shape, options = SMALL[name]
@@ -197,6 +201,7 @@ def test_batches_of_one_sample_and_of_none_run(name: str):
     assert sim.encodings != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze_after", [0, 10])
 def test_trained_batch_norms_accept_a_batch_of_one_where_float_ones_do(freeze_after: int):
     sim = calibrated(randomized(BatchNormNet()), seeded(4, 2, 6, 6))
@@ -234,6 +239,7 @@ class WithLoss(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_loss_of_labels_that_the_example_did_not_have_is_float():
     sim = calibrated(WithLoss(), seeded(5, 4))
     labels, target = torch.tensor([0, 2, 1, 1, 0]), seeded(5, 2)

@@ -55,7 +55,7 @@ def rows(layer: Layer, x: np.ndarray) -> np.ndarray:
     return x if layer.geometry is not None or not x.ndim else x.reshape(-1, x.shape[-1])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in ZOO]
 )

@@ -138,7 +138,7 @@ def branched(config: QuantConfig | None = None) -> tuple[OnnxSim, list[Feeds]]:
     return calibrated(model, data, config), data
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -321,6 +321,7 @@ def halved(walk: Any, site: str) -> tuple[Any, np.ndarray]:
     return encoding, encoding.fake_quantize(walk.weight(site) * np.float32(0.8))
 
 
+@pytest.mark.slow
 def test_every_step_uses_earlier_writes_and_the_sim_keeps_them_all(tmp_path: Path) -> None:
     sim, data = chain()
     seen: list[tuple[list[str], list[str], list[Any]]] = []
@@ -378,6 +379,7 @@ def test_a_bias_is_shifted_in_its_own_dtype(dtype: str | None) -> None:
         assert not x_quantized.any()
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["block", "commit", "start", "section"])
 def test_a_walk_that_fails_leaves_the_sim_as_it_was(
@@ -452,6 +454,7 @@ def test_data_and_nodes_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {layer.site for layer in walk.layers} | walk.left.keys() == sites
 
 
+@pytest.mark.slow
 def test_a_bound_on_memory_changes_no_bit_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sim, data = branched()

@@ -107,6 +107,7 @@ def change(walk: LayerWalk, site: str) -> None:
     walk.write(site, encoding=encoding, weight=found, bias_shift=torch.full((outputs,), 0.01) if layer.bias else None)
 
 
+@pytest.mark.slow
 def test_inputs_equal_those_of_full_runs_after_earlier_writes(sim: QuantSim, branches: QuantSim) -> None:
     seen = []
     with walk_layers(sim, branch_data()) as walk:
@@ -232,6 +233,7 @@ def fail_with(error: BaseException) -> Callable[[], None]:
     return act
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("act", "expected", "message"),
     [
@@ -368,6 +370,7 @@ class Residual(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_inputs_of_a_repeated_layer_are_those_of_its_calls_though_they_are_written_over() -> None:
     torch.manual_seed(0)
     model, x = Residual().eval(), seeded(5, 4)

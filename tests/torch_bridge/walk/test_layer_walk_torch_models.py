@@ -42,6 +42,7 @@ def calls_of(sim: QuantSim, path: str, data: list[Tensor], *, quantized: bool) -
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_called_again_gives_all_its_inputs() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -81,6 +82,7 @@ class Sometimes(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_a_layer_that_only_some_batches_call() -> None:
     data = tokens(2, 3, 4)
     sim = sim_of(Sometimes(), data)
@@ -108,6 +110,7 @@ class Attends(nn.Module):
         return self.o(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
 
 
+@pytest.mark.slow
 def test_attention_is_walked_part_by_part() -> None:
     data = tokens(2, 3)
     sim = sim_of(Attends(), data)
@@ -186,6 +189,7 @@ def test_a_cell_in_a_loop_gives_every_step() -> None:
     assert torch.equal(found["cell:weight_hh"][3][0], data[1][:, 0, :4])
 
 
+@pytest.mark.slow
 def test_an_encoder_of_torch_is_walked() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     data = tokens(2, 3)

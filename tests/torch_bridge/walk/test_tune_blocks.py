@@ -122,7 +122,6 @@ def missed(sim: QuantSim, model: nn.Module, data: list[Tensor]) -> float:
 # ---- which modules are blocks
 
 
-@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("model", "example", "expected", "left"),
     [
@@ -165,6 +164,7 @@ def test_patterns_name_blocks_and_the_rest_is_left_with_a_note() -> None:
 # ---- what it gives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learn", [("rounding",), ("scales",), ("rounding", "scales")])
 def test_each_kept_block_is_better_on_held_back_samples_and_the_network_on_new_data(learn) -> None:
     data, new = images(8), images(12)[8:]
@@ -178,6 +178,7 @@ def test_each_kept_block_is_better_on_held_back_samples_and_the_network_on_new_d
     assert missed(sim, model, new) < 0.7 * before
 
 
+@pytest.mark.slow
 def test_block_tuning_is_better_than_adaround_at_few_bits() -> None:
     data, new = images(8, 16), images(12, 16)[8:]
     model, tuned, rounded = residuals(), residual_sim("int2"), residual_sim("int2")
@@ -186,6 +187,7 @@ def test_block_tuning_is_better_than_adaround_at_few_bits() -> None:
     assert missed(tuned, model, new) < missed(rounded, model, new)
 
 
+@pytest.mark.slow
 def test_rounded_weights_are_on_their_grids_and_frozen_and_within_a_step_and_a_half() -> None:
     data = images()
     model, sim = residuals(), residual_sim()
@@ -203,6 +205,7 @@ def test_rounded_weights_are_on_their_grids_and_frozen_and_within_a_step_and_a_h
         assert np.abs((stored - raw)[inside]).max() <= 1.5001 * encoding.scale.max()
 
 
+@pytest.mark.slow
 def test_learning_scales_alone_changes_no_weight_and_freezes_nothing() -> None:
     data = images()
     model, sim = residuals(), residual_sim()
@@ -226,6 +229,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     assert any(not torch.equal(x, found[2][name]) for name, x in found[0].items())
 
 
+@pytest.mark.slow
 def test_a_memory_bound_changes_no_bit(monkeypatch) -> None:
     folders = []
 
@@ -249,7 +253,7 @@ def test_a_memory_bound_changes_no_bit(monkeypatch) -> None:
 # ---- any sim
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -335,6 +339,7 @@ def test_a_block_that_does_not_repeat_itself_is_left_with_a_note() -> None:
 # ---- what must not happen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_failed_or_interrupted_tuning_leaves_the_sim_as_it_was(monkeypatch, error) -> None:
     data = images()
@@ -360,6 +365,7 @@ def test_a_failed_or_interrupted_tuning_leaves_the_sim_as_it_was(monkeypatch, er
     assert not any("log2" in name for name, _ in sim.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_the_callers_gradients_modes_and_random_numbers_are_untouched() -> None:
     data = images()
     sim = residual_sim()
@@ -391,6 +397,7 @@ def test_options_that_do_not_exist_are_refused(options, message) -> None:
         qsdk.tune_blocks(sim, images(), progress=False, **options)
 
 
+@pytest.mark.slow
 def test_bad_data_is_refused_and_named() -> None:
     sim = residual_sim()
     with pytest.raises(DataError, match="batch 1"):
@@ -399,6 +406,7 @@ def test_bad_data_is_refused_and_named() -> None:
         qsdk.tune_blocks(sim, [], progress=False)
 
 
+@pytest.mark.slow
 def test_an_uncalibrated_sim_is_refused() -> None:
     sim = qsdk.quantize(residuals(), images()[0], low_bits())
     with pytest.raises(qsdk.CalibrationError, match="calibrate"):
@@ -413,6 +421,7 @@ def test_block_tuning_of_an_onnx_file_is_refused_with_a_remedy(tmp_path) -> None
         qsdk.tune_blocks(qsdk.quantize(path, None, None), images(), progress=False)
 
 
+@pytest.mark.slow
 def test_a_tuned_model_can_be_exported(tmp_path) -> None:
     data = images()
     sim = residual_sim("int4")

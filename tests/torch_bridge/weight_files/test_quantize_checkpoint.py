@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", num_hidden_layers=1)
 
 
+@pytest.mark.slow
 def test_the_written_folder_runs_texts_of_any_length(folder: Path, tmp_path: Path):
     (folder / "tokenizer.json").write_text("{}")
     config = qsdk.weight_only("int4", block_size=16)

@@ -97,6 +97,7 @@ def test_weights_that_a_verb_changed_lie_in_files(calibrated):
     assert weight.data_ptr() != first
 
 
+@pytest.mark.slow
 def test_a_walk_that_fails_leaves_a_sim_of_a_folder_as_it_was(calibrated):
     sim = calibrated
     before, places = sim.run(DATA[0]).logits, [x.data_ptr() for x in sim.model.parameters()]
@@ -139,6 +140,7 @@ class TwoInOne(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.slow
 def test_writing_one_of_two_weights_in_one_storage_keeps_what_the_user_gave():
     sim = qsdk.quantize(TwoInOne(), torch.randn(2, 4), qsdk.w8a8(), in_place=True)
     own = sim.model.first.weight.detach().clone()

@@ -84,6 +84,7 @@ def test_adapters_train_on_a_quantized_base_that_does_not_change():
     assert sim.traced()[0]
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_is_quantized_with_them_and_merges_after():
     sim = calibrated(peft.get_peft_model(base(), peft.LoraConfig(**LORA)), X)
     assert sim.plan.decisions["base_model.model.up.lora_A.default:weight"].quantized

@@ -90,7 +90,7 @@ def masks_of(kind: str, length: int, keys: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("mask", ["", "padding", "bool", "float", "bool and padding", "float padding and float"])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("inputs", ["self", "cross", "all"])
@@ -137,7 +137,7 @@ def test_unaveraged_weights_and_causal_hint():
     assert_close(decomposed(model, x, x, x, attn_mask=causal, is_causal=True)[0], wanted)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", ["self", "cross", "all"])
 def test_each_projection_has_a_weight_per_channel_and_its_bias(inputs: str):
     model = distinct(Attention(inputs))
@@ -155,6 +155,7 @@ def test_each_projection_has_a_weight_per_channel_and_its_bias(inputs: str):
     assert np.abs(values - raw).max() <= np.abs(raw).max() / 200
 
 
+@pytest.mark.slow
 def test_no_row_of_attention_is_left_inside_a_function():
     sim = sim_of(distinct(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)), seeded(2, 5, 8))
     rows = {row["site"]: row for row in sim.coverage().rows}
@@ -197,6 +198,7 @@ def test_masks_broadcast_and_empty_rows_give_zero(shape: tuple[int, ...], seed: 
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_acts_in_training_only():
     model, x = distinct(Attention("self", dropout=0.5)), seeded(4, 2, 8)
     sim = calibrated(model, (x, x, x))
@@ -209,6 +211,7 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(scaled_dot_product_attention(q, q, q, dropout_p=0.5), scaled_dot_product_attention(q, q, q))
 
 
+@pytest.mark.slow
 def test_masks_do_not_ruin_ranges():
     model, x = distinct(Scaled()), seeded(3, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -221,6 +224,7 @@ def test_masks_do_not_ruin_ranges():
     assert 10 * torch.log10(wanted.pow(2).sum() / noise) > 25
 
 
+@pytest.mark.slow
 def test_the_module_of_the_caller_stays_as_it_was():
     model, x = distinct(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)), seeded(2, 5, 8)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -245,7 +249,7 @@ def build_layers() -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
     ]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -277,6 +281,7 @@ def test_simulation_is_the_same_compiled():
         assert torch.equal(compiled(x, x, x), sim(x, x, x))
 
 
+@pytest.mark.slow
 def test_simulation_is_the_same_exported_and_trained():
     model, x = distinct(Attention("self", batch_first=True)), seeded(2, 5, 8)
     sim: QuantSim = calibrated(model, (x, x, x))
@@ -290,6 +295,7 @@ def test_simulation_is_the_same_exported_and_trained():
     assert float(gradient.abs().min()) > 0
 
 
+@pytest.mark.slow
 def test_a_fully_padded_sequence_does_not_stop_calibration():
     model, x = (
         distinct(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)),

@@ -44,6 +44,7 @@ class Reaching(nn.Module):
         return x * early + self.blocks[0].emb(time * 100)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
 def test_every_call_has_sites_of_its_own(tmp_path: Path):
     example, other = [(seeded(n, 4), seeded(n, 4)) for n in (2, 3)]

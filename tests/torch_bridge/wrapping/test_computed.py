@@ -101,6 +101,7 @@ def test_computed_weights_are_folded_and_checkpoints_still_load(name: str):
     assert all(torch.equal(value, own[key]) for key, value in sim.model.state_dict().items())
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SOME_SLOW)
 def test_in_place_preparation_restores_what_computes_the_weights(name: str):
     model = network(WAYS[name])
@@ -113,6 +114,7 @@ def test_in_place_preparation_restores_what_computes_the_weights(name: str):
     assert torch.equal(model(X), network(WAYS[name], seed=1)(X))
 
 
+@pytest.mark.slow
 def test_the_road_of_a_weight_normed_network(tmp_path: Path):
     model = network(parametrizations.weight_norm)
     came = road(model, X, [seeded(5, 3, 6, 6, seed=1)], tmp_path)
@@ -180,6 +182,7 @@ def own_forwards(seed: int = 0) -> nn.Module:
     return randomized(nn.Sequential(*layers, nn.Flatten(), MaskedLinear(16, 5), FromInput(5, 3)))
 
 
+@pytest.mark.slow
 def test_layers_that_compute_their_weight_in_forward(tmp_path: Path):
     model = own_forwards()
     expected, before = model(X).detach(), state(model)
@@ -199,6 +202,7 @@ def test_layers_that_compute_their_weight_in_forward(tmp_path: Path):
     assert kinds.count("Sqrt") == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_of_layers_that_compute_their_weight_in_forward(tmp_path: Path):
     sim, other = calibrated(own_forwards(), X), own_forwards(seed=1)
     raw = {key: value.clone() for key, value in sim.model.state_dict().items()}

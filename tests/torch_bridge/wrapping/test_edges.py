@@ -63,6 +63,7 @@ def gives_batch(rows: int, seed: int) -> dict[str, Any]:
     return {"x": seeded(rows, 4, seed=seed), "ids": torch.arange(rows), "mask": mask, "gain": 0.5}
 
 
+@pytest.mark.slow
 def test_outputs_of_every_structure(tmp_path: Path):
     came = road(Gives().eval(), gives_batch(3, 0), [gives_batch(5, 1)], tmp_path)
     assert came.inputs == {"x": ["batch", 4], "ids": ["batch"], "mask": ["batch", 4]}
@@ -108,7 +109,7 @@ def takes_batch(rows: int, seed: int) -> tuple[Any, ...]:
     return Batch(a, [b]), {"a": c, "b": (d,)}, torch.tensor(0.5), None, "plain", a, b
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_inputs_of_every_structure(tmp_path: Path, rows: int):
     came = road(Takes().eval(), takes_batch(rows, 0), [takes_batch(4, 5)], tmp_path)
@@ -120,6 +121,7 @@ def test_inputs_of_every_structure(tmp_path: Path, rows: int):
     assert sites == ["batch.tokens", "batch.scales.0", "pair.a", "pair.b.0", "scale", "more.0", "more.1"]
 
 
+@pytest.mark.slow
 def test_keywords_that_forward_does_not_name_and_mappings_of_other_classes(tmp_path: Path):
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -136,6 +138,7 @@ def test_keywords_that_forward_does_not_name_and_mappings_of_other_classes(tmp_p
     assert isinstance(came.sim.run(example), UserDict)
 
 
+@pytest.mark.slow
 def test_a_name_of_an_edge_that_a_stored_tensor_has(tmp_path: Path):
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -66,6 +66,7 @@ def test_the_exported_weights_are_those_of_the_sim(name, tmp_path):
     onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
 
 
+@pytest.mark.slow
 def test_weights_are_handed_over_without_a_copy():
     module = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)).eval()
     sim = qsdk.quantize(module, torch.randn(2, 100), qsdk.w8a8(), in_place=True)

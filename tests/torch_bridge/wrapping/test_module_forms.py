@@ -76,7 +76,7 @@ class Autoencoder(nn.Module):
 DIRECTIONS["convolution, then its transpose"] = Autoencoder().eval()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", DIRECTIONS.values(), ids=DIRECTIONS)
 def test_a_weight_that_two_layers_read_along_different_axes_has_one_scale(model: nn.Module, tmp_path: Path):
     sim = calibrated(model, X)
@@ -88,6 +88,7 @@ def test_a_weight_that_two_layers_read_along_different_axes_has_one_scale(model:
     to_integer(path, tmp_path / "integer.onnx", shapes={"x": [4, 8]})
 
 
+@pytest.mark.slow
 def test_blocks_and_layers_that_agree_keep_their_scales(tmp_path: Path):
     both = Form(lambda m, x: F.linear(F.relu(F.linear(x, m.w, m.a)), m.w, m.b), w=SQUARE, a=A, b=A)
     spec = calibrated(both, X).plan.decisions["self:w"].spec
@@ -117,7 +118,7 @@ NAMES: dict[str, nn.Module] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", NAMES.values(), ids=NAMES)
 def test_a_parameter_called_like_an_op_keeps_its_name_and_value(model: nn.Module, tmp_path: Path):
     sim = calibrated(model, X)
@@ -147,7 +148,7 @@ NORMS: dict[str, nn.Module] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", NORMS.values(), ids=NORMS)
 def test_a_batch_norm_without_a_module(model: nn.Module, tmp_path: Path):
     sim = calibrated(model, X, w8a8())

@@ -118,6 +118,7 @@ def test_a_forward_that_would_call_the_original_from_a_copy_is_refused(patch: Ca
         sim_of(model, X)
 
 
+@pytest.mark.slow
 def test_in_place_a_forward_may_hold_its_object(tmp_path: Path):
     torch.manual_seed(0)
     model = Net().eval()

@@ -81,7 +81,7 @@ def exported(sim: QuantSim, folder: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.spread(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ARITHMETIC.values(), ids=ARITHMETIC)
 def test_an_operand_of_arithmetic_is_quantized_without_a_declaration(form: Form, tmp_path: Path):
     sim = calibrated(network(form), X)
@@ -95,7 +95,7 @@ def test_an_operand_of_arithmetic_is_quantized_without_a_declaration(form: Form,
     assert summary["activations_max_lsb"] <= 1
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "reason"), FLOAT.values(), ids=FLOAT)
 def test_a_parameter_that_no_integer_op_reads_stays_float_with_a_reason(form: Form, reason: str, tmp_path: Path):
     sim = calibrated(network(form), X)
@@ -105,6 +105,7 @@ def test_a_parameter_that_no_integer_op_reads_stays_float_with_a_reason(form: Fo
     assert exported(sim, tmp_path)["passed"]
 
 
+@pytest.mark.slow
 def test_unknown_modules_are_simulated_trained_and_matched_by_rules():
     form = ARITHMETIC["x * g"]
     sim = calibrated(network(form), X, w4a8())
@@ -126,6 +127,7 @@ def test_unknown_modules_are_simulated_trained_and_matched_by_rules():
     assert not torch.equal(sim(X), before)
 
 
+@pytest.mark.slow
 def test_declared_layers_decide_which_parameters_are_quantized():
     form = ARITHMETIC["x * g + b"]
     declared = calibrated(network(form), X, w8a8().layer("Own", "g"))
@@ -164,7 +166,7 @@ class FakeQuantGrid(nn.Module):
         return x - self.places.unsqueeze(0)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [Positions(), FakeQuantGrid()], ids=["slice", "grid"])
 def test_parts_of_parameters_and_plain_attributes_are_simulated_as_exported(own: nn.Module, tmp_path: Path):
     sim = calibrated(nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).eval(), X)

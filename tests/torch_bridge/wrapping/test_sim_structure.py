@@ -57,6 +57,7 @@ def twice_sim() -> QuantSim:
 # behaviours of the reference
 
 
+@pytest.mark.slow
 def test_each_tensor_of_a_small_network_has_the_expected_spec(conv_sim: QuantSim):
     decisions = conv_sim.plan.decisions
     assert [d.site for d in decisions.values() if d.kind == "input"] == ["x:input"]
@@ -101,6 +102,7 @@ RENAMED = {
 }
 
 
+@pytest.mark.slow
 def test_functions_are_quantized_like_modules():
     module = ModuleForm()
     functional = FunctionalForm()
@@ -155,6 +157,7 @@ def test_a_module_called_twice_has_two_independent_quantizers():
     assert (sim.encodings["relu:output"], sim.encodings["relu@1:output"]) == (first, second)
 
 
+@pytest.mark.slow
 def test_an_output_before_relu_keeps_its_quantizer():
     class Model(nn.Module):
         def __init__(self):
@@ -195,6 +198,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
             assert rest[1:] == list(before[kind][name])[2:], name
 
 
+@pytest.mark.slow
 def test_the_original_is_bit_identical_after_quantize_calibrate_and_export(tmp_path: Path):
     model = BatchNormNet()
     model.bn1.eval()  # a mixed mode is a mode too
@@ -289,6 +293,7 @@ def test_nan_names_the_site_and_the_batch():
     assert sim.encodings == before
 
 
+@pytest.mark.slow
 def test_nan_that_arises_inside_the_model_names_the_site_where_it_arises():
     class Model(nn.Module):
         def __init__(self):
@@ -370,7 +375,7 @@ def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Any, QuantSim
     return request.param, model.eval(), example, calibrated(model, example)
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(4)
 def test_every_float_tensor_of_the_traced_graph_is_a_row_with_a_reason(named: tuple[str, nn.Module, Any, QuantSim]):
     _, _, _, sim = named
     graph = open_traced(*sim.traced()).graph
@@ -400,6 +405,7 @@ KNOWN_REASONS = (
 INNER_OPS = {"Slice", "Identity", "Unsqueeze", "Expand"}
 
 
+@pytest.mark.spread(12)
 def test_no_computed_tensor_stays_float_by_accident(named: tuple[str, nn.Module, Any, QuantSim]):
     _, _, _, sim = named
     for row in sim.coverage().rows:
@@ -481,6 +487,7 @@ def test_every_call_of_a_block_has_its_own_ranges(twice_sim: QuantSim):
     assert len(set(scales)) == len(scales)
 
 
+@pytest.mark.slow
 def test_a_module_shared_by_two_parents_goes_by_the_path_of_its_caller():
     sim = calibrated(SharedActivation(), seeded(3, 4))
     assert {"a.act:output", "b.act:output", "a.act@1:output", "b.act@1:output"} <= set(sim.plan.decisions)
@@ -495,6 +502,7 @@ def test_a_module_that_its_caller_does_not_own_is_named_behind_the_caller():
     assert {"a/act:output", "b/act:output", "act:output"} <= set(sim.plan.decisions)
 
 
+@pytest.mark.slow
 def test_functional_ops_are_numbered_per_module_call():
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -605,6 +613,7 @@ def test_two_inputs_have_two_encodings():
     assert torch.equal(by_keyword, sim(*example))
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_than_the_example_has(conv_sim: QuantSim):
     batch = seeded(7, 3, 6, 6)
     parts = torch.cat([conv_sim(part) for part in batch.split([1, 4, 2])])
@@ -614,6 +623,7 @@ def test_other_batch_sizes_than_the_example_has(conv_sim: QuantSim):
     assert single(batch).shape == (7, 10)
 
 
+@pytest.mark.slow
 def test_calibration_covers_all_batches_whatever_their_size(conv_sim: QuantSim):
     data = seeded(9, 3, 6, 6, seed=4)
     one, many = sim_of(ConvNet(), data), sim_of(ConvNet(), data)
@@ -699,6 +709,7 @@ def test_moving_average_moves_a_tenth_of_the_way():
     assert float(encoding.scale[0]) == pytest.approx((1.2 + 1.1) / 255, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_block_can_be_quantized_alone_and_inside():
     """The sites of a block are those of the block inside a model, but for the prefix."""
     alone = sim_of(Block(), seeded(3, 4))

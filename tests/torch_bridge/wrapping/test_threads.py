@@ -26,6 +26,7 @@ class Branching(nn.Module):
         return torch.tanh(self.fc(y.flatten(1))) + self.fc(y.flatten(1) * 2)
 
 
+@pytest.mark.slow
 def test_every_thread_gets_the_outputs_it_gets_alone():
     torch.manual_seed(0)
     sim = calibrated(Branching().eval(), seeded(4, 3, 4, 4), w4a8())
@@ -67,6 +68,7 @@ class Caching(nn.Module):
         return y + self.bias
 
 
+@pytest.mark.slow
 def test_threads_do_not_clear_the_caches_of_others():
     torch.manual_seed(0)
     sim = calibrated(Caching().eval(), seeded(4, 8), w4a8())

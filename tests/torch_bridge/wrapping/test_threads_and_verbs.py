@@ -78,6 +78,7 @@ def in_the_middle(sim: Any) -> Iterator[list[Any]]:
         handle.remove()
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("verb", [*VERBS, *WITHOUT_DATA])
 def test_a_verb_does_not_begin_in_the_middle_of_a_forward_of_another_thread(sim: Any, verb: str):
     want, encodings = sim(X), dict(sim.encodings)

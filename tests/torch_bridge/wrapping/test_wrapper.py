@@ -129,6 +129,7 @@ def test_gradients_land_in_the_raw_parameters():
         assert model.fc.weight.grad is None
 
 
+@pytest.mark.slow
 def test_weights_can_be_tied_in_a_sim():
     sim = calibrated(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), seeded(2, 4))
     sim.model[1].weight = sim.model[0].weight
@@ -162,6 +163,7 @@ def test_a_float_checkpoint_loads_strictly_and_leaves_the_encodings(conv_sim: Qu
         sim.model.load_state_dict({k: v for k, v in other.state_dict().items() if k != "fc.bias"})
 
 
+@pytest.mark.slow
 def test_a_float_checkpoint_is_folded_on_the_way_in(folded: tuple[nn.Module, QuantSim]):
     _, sim = folded
     loaded, other = copy.deepcopy(sim), randomized(BatchNormNet(), seed=7)
@@ -216,7 +218,7 @@ CHECKPOINTED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_a_checkpoint_of_a_sim_loads_into_a_fresh_one(name: str):
     model, example = CHECKPOINTED[name]()
@@ -265,6 +267,7 @@ def test_an_encoding_of_another_shape_is_an_error_that_names_the_site(conv_sim: 
 # copies
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", ["conv", "batch norm", "shared", "tied"])
 def test_copies_simulate_and_are_independent(name: str, copier: Callable[[Any], Any], sims: Any):
@@ -339,6 +342,7 @@ def test_unwrap_gives_the_callers_model_back_bit_for_bit(name: str):
         assert plain.head.weight is plain.emb.weight
 
 
+@pytest.mark.slow
 def test_unwrap_without_folding_has_the_callers_batch_norms():
     model = randomized(BatchNormNet())
     sim = calibrated(model, seeded(2, 2, 6, 6), fold_batch_norm=False)
@@ -357,6 +361,7 @@ def test_unwrap_after_training_gives_the_trained_weights():
     assert all(torch.equal(p, trained[n]) for n, p in plain.named_parameters())
 
 
+@pytest.mark.slow
 def test_the_same_module_can_be_quantized_twice_and_sims_are_independent():
     model = ConvNet()
     one, other = calibrated(model, X), calibrated(model, X * 3)
@@ -372,6 +377,7 @@ def test_the_same_module_can_be_quantized_twice_and_sims_are_independent():
 # in place
 
 
+@pytest.mark.slow
 def test_in_place_wraps_the_callers_module():
     model = ConvNet()
     before = dict(model.named_parameters())
@@ -430,6 +436,7 @@ def test_a_failing_in_place_quantize_gives_the_module_back(make: Any, config: An
 # other ways to call the model
 
 
+@pytest.mark.slow
 def test_a_submodule_called_alone_sees_the_same_sites(encoder_sim: QuantSim):
     seen: list[Tensor] = []
     hooks = [
@@ -483,7 +490,7 @@ def test_checkpointing_a_block_that_is_called_twice_is_refused_by_name():
     assert sim(seeded(3, 4)).shape == (3, 4)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv", "shared"])
 def test_torch_compile_gives_the_same_output_in_one_graph(name: str, sims: Any):
     sim, example = sims[name]
@@ -494,6 +501,7 @@ def test_torch_compile_gives_the_same_output_in_one_graph(name: str, sims: Any):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_torch_export_gives_the_same_output(sims: Any):
     sim, example = sims["conv"]
     program = torch.export.export(sim.model, (example,))
@@ -511,6 +519,7 @@ def test_double_precision_simulates(conv_sim: QuantSim):
     assert sim.encodings == conv_sim.encodings
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keeps_scales_and_zero_points(dtype: torch.dtype):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))

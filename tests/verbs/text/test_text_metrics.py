@@ -163,6 +163,7 @@ def test_decoders_of_transformers():
     assert qsdk.perplexity(model, text) == pytest.approx(float(wanted), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_as_metrics():
     torch.manual_seed(1)
     model, texts = Bigram().eval(), torch.stack([ids(12, seed=seed) for seed in range(4)])
