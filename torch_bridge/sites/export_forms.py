@@ -3,10 +3,12 @@
 It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axes that are not one long. For `mean` with
 `dim=None` it writes an op without its input. Of a softmax or mean with `dtype=` it casts the result, which was
 computed in the dtype of the input, where torch casts the input. A dropout that drops nothing returns its very argument;
-traced as an op, what is written into its result would be missing from the argument.
+traced as an op, what is written into its result would be missing from the argument; so would what is written into an
+einsum that only moves the axes of its operand, which torch returns as a view.
 """
 
 from collections.abc import Callable, Mapping
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -92,6 +94,42 @@ def _drops(input: Tensor, p: float = 0.5, training: bool = True, *_: Any, train:
     return training and train and p > 0.0
 
 
+def _einsum_of_views(*args: Any) -> Tensor:
+    """Return an einsum of one operand, none of whose values it adds up, as diagonals and a permutation of its axes."""
+    equation, (x,) = _equation_and_operands(args)
+    read, arrow, kept = equation.replace(" ", "").partition("->")
+    if not arrow:
+        kept = "..." * ("..." in read) + "".join(sorted(set(read) - {"."}))
+    before, _, behind = read.partition("...")
+    open_axes = [chr(axis) for axis in range(x.dim() - len(before) - len(behind))]  # names that no equation has
+    axes = [*before, *open_axes, *behind]
+    for label in sorted({label for label in axes if axes.count(label) > 1}):
+        while axes.count(label) > 1:
+            first, second = [at for at, other in enumerate(axes) if other == label][:2]
+            x = x.diagonal(0, first, second)
+            axes = [other for at, other in enumerate(axes) if at not in (first, second)] + [label]
+    first_kept, _, last_kept = kept.partition("...")
+    return x.permute([axes.index(label) for label in (*first_kept, *open_axes, *last_kept)])
+
+
+def _moves_axes(args: tuple[Any, ...]) -> bool:
+    """Return whether an einsum has one operand and adds up none of its values: torch returns a view of it."""
+    equation, operands = _equation_and_operands(args)
+    read, arrow, kept = equation.replace(" ", "").partition("->")
+    summed = set(read) - set(kept) if arrow else {label for label in read if label != "." and read.count(label) > 1}
+    return len(operands) == 1 and not summed
+
+
+def _equation_and_operands(args: tuple[Any, ...]) -> tuple[str, list[Tensor]]:
+    """Return both from the arguments of `torch.einsum`, which may be operands followed by lists of numbers of axes."""
+    if isinstance(args[0], str):
+        operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+        return args[0], list(operands)
+    labels = ["".join("..." if axis is ... else ascii_letters[axis] for axis in axes) for axes in args[1::2]]
+    kept = [] if len(args) % 2 == 0 else ["".join("..." if a is ... else ascii_letters[a] for a in args[-1])]
+    return "->".join([",".join(labels), *kept]), list(args[: len(labels) * 2 : 2])
+
+
 def _computed_in(func: Callable[..., Any], at: int | None) -> Callable[..., Any]:
     """Return a function of x and others whose dtype, by keyword or at a position, x is cast to first."""
 
@@ -114,6 +152,8 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return _batch_norm
     if func is torch.batch_norm:
         return _native_batch_norm
+    if func is torch.einsum and _moves_axes(args):
+        return _einsum_of_views
     if func in _DROPOUTS and not _drops(*args, **kwargs):
         return _given
     if func in _AVERAGES and (args[6] if len(args) > 6 else kwargs.get("divisor_override")) is not None:

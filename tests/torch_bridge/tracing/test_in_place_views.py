@@ -115,6 +115,9 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "unbind": lambda z: z.unbind(1)[1].mul_(2.0),
     "detach": lambda z: z[:, :2].detach().add_(1.0),
     "transpose_": lambda z: z.transpose_(2, 3),
+    "einsum": lambda z: torch.einsum("n c h w -> wnch", z)[1:].mul_(2.0),
+    "einsum_of_lists": lambda z: torch.einsum(z, [..., 1, 0], [..., 0, 1]).mul_(2.0),
+    "einsum_without_arrow": lambda z: torch.einsum("dcba", [z]).add_(1.0),
     # what drops nothing returns its argument itself
     "dropout": lambda z: F.dropout(z, 0.5, False).add_(1.0),
     "dropout_of_none": lambda z: F.dropout(input=z[:, :2], p=0.0).mul_(2.0),
