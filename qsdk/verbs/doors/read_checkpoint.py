@@ -29,7 +29,7 @@ def read_model(folder: Path, instead: str, options: Mapping[str, Any]) -> nn.Mod
     Raises:
         FileFormatError: the folder has no readable config.
         ConfigError: transformers is not installed, or lacks the class.
-        ModelError: the files lack weights of the model, or hold them in other shapes.
+        ModelError: the files are damaged, lack weights of the model, or hold them in other shapes.
     """
     path = folder / CONFIG
     text = read_text(path, "give the folder of a checkpoint, with its config.json; for an ONNX file, check the path")
@@ -47,8 +47,12 @@ def read_model(folder: Path, instead: str, options: Mapping[str, Any]) -> nn.Mod
         read, found = getattr(library, name).from_pretrained(
             folder, output_loading_info=True, local_files_only=True, **options
         )
-    except (OSError, RuntimeError) as error:
-        raise ModelError(f"the weights of {folder} cannot be read: {error}; {instead}") from error
+    except Exception as error:  # safetensors, json and transformers raise types of their own
+        damaged = _damaged_files(folder)
+        where = f"{', '.join(damaged)} of {folder} {'is' if len(damaged) == 1 else 'are'} damaged; download it again"
+        raise ModelError(
+            f"{where}, or {instead}" if damaged else f"the weights of {folder} cannot be read: {error}; {instead}"
+        ) from error
     for what in ("missing_keys", "mismatched_keys"):
         wrong = sorted(str(key) for key in found.get(what) or ())
         if wrong:  # transformers would fill them with random values
@@ -59,6 +63,21 @@ def read_model(folder: Path, instead: str, options: Mapping[str, Any]) -> nn.Mod
             )
     model: nn.Module = read
     return model
+
+
+def _damaged_files(folder: Path) -> list[str]:
+    """Return the names of the files of weights, and of their index, that cannot be opened."""
+    found, safetensors = [], import_module("safetensors")  # which transformers depends on
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text("utf-8"))
+            else:
+                with safetensors.safe_open(path, "pt"):
+                    pass
+        except Exception:  # safetensors has its own type, which is none of Python's
+            found.append(path.name)
+    return found
 
 
 def default_example(model: Any, folder: Path, *, step: bool) -> tuple[dict[str, torch.Tensor], Any]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +115,15 @@ def test_an_incomplete_checkpoint_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(
         qsdk.ModelError, match=r"no complete checkpoint.*missing weights model\.layers\.0\.mlp\.up_proj"
     ):
+        qsdk.quantize(copy, None, "w8a8")
+
+
+@pytest.mark.parametrize("pattern", ["*.safetensors", "*.index.json"])
+def test_a_damaged_file_is_named(folder: Path, tmp_path: Path, pattern: str):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    damaged = sorted(copy.glob(pattern))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-7])  # as a download that was cut off leaves it
+    with pytest.raises(qsdk.ModelError, match=rf"^{re.escape(damaged.name)} of .* is damaged; download it again, or"):
         qsdk.quantize(copy, None, "w8a8")
 
 
