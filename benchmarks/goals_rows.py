@@ -93,32 +93,37 @@ PYTORCH = (
 
 _LAYERS = "onnx_layers"
 _TWO_KERNELS = "two QLinearConv and a Max; one QLinearConv of the same size is `conv relu` of the benchmark"
+_UNSIGNED = '`config.for_dialect("onnxruntime")`; `qdq` of the benchmark is the default config'
 _UNROLLED = "unrolled, in fixed point with a stated error"
 
 ONNX: tuple[Goal, ...] = (
     Goal(
         "exported Linear 512 x 512, one row, over float",
         _LAYERS,
-        ("linear 512-512, 1 row", "qdq"),
+        ("linear 512-512, 1 row", "unsigned"),
         "<= 1.0",
+        _UNSIGNED,
     ),
     Goal(
         "exported Linear 512 x 512, 64 rows, over float",
         _LAYERS,
-        ("linear 512-512, 64 rows", "qdq"),
+        ("linear 512-512, 64 rows", "unsigned"),
         "<= 1.0",
+        _UNSIGNED,
     ),
     Goal(
         "exported LSTMCell, 8 steps of 400 to 1024, over float",
         _LAYERS,
-        ("lstm cell 400-1024, 8 steps", "qdq"),
+        ("lstm cell 400-1024, 8 steps", "unsigned"),
         "<= 1.0",
+        _UNSIGNED,
     ),
     Goal(
         "exported GRUCell, 8 steps of 400 to 1024, over float",
         _LAYERS,
-        ("gru cell 400-1024, 8 steps", "qdq"),
+        ("gru cell 400-1024, 8 steps", "unsigned"),
         "<= 1.0",
+        _UNSIGNED,
     ),
     Goal(
         "integer-only LSTM, 16 steps of 64 to 128, over float",

@@ -2,10 +2,10 @@
 
 One JSON line per network: Linear layers of several shapes and batches, recurrent cells that the exporter unrolls,
 LSTM and GRU, convolutions with a LeakyRelu or PRelu. `qdq` is the exported file in the runtime's default session,
-`exact` the same with the session option that keeps processors without VNNI from saturating, `pure` the file in dialect
-`onnx` (null where it does not load or run), `standard` and `onnxruntime` are the integer-only targets. Every
-round times all sessions in turn, on one thread; ratios of processor time to the float session are taken per round, and
-their median is given. Name networks to measure only those.
+`unsigned` that of `config.for_dialect("onnxruntime")`, `exact` the first with the session option that keeps processors
+without VNNI from saturating, `pure` the file in dialect `onnx` (null where it does not load or run), `standard` and
+`onnxruntime` are the integer-only targets. Every round times all sessions in turn, on one thread; ratios of processor
+time to the float session are taken per round, and their median is given. Name networks to measure only those.
 """
 
 import json
@@ -104,13 +104,16 @@ def written(make: Callable[[], nn.Module], shape: Shape, targets: tuple[str, ...
     """Write the float file, the Q/DQ file and its integer-only forms."""
     torch.manual_seed(0)
     model, batches = make().eval(), [torch.randn(shape) for _ in range(4)]
-    paths = {name: folder / f"{name}.onnx" for name in ("float", "qdq", "pure", *targets)}
+    paths = {name: folder / f"{name}.onnx" for name in ("float", "qdq", "unsigned", "pure", *targets)}
     options = {"dynamo": True, "opset_version": 21, "external_data": False, "verbose": False}
     torch.onnx.export(model, (batches[0],), paths["float"], **options)
     sim = qsdk.quantize(model, batches[0])
     qsdk.calibrate(sim, batches, progress=False)
     qsdk.export(sim, paths["qdq"])
     qsdk.export(sim, paths["pure"], dialect="onnx")
+    unsigned = qsdk.quantize(model, batches[0], qsdk.w8a8().for_dialect("onnxruntime"))
+    qsdk.calibrate(unsigned, batches, progress=False)
+    qsdk.export(unsigned, paths["unsigned"])
     for target in targets:
         qsdk.to_integer(paths["qdq"], paths[target], data=[batches[0].numpy()], progress=False, **TARGETS[target])
     return paths

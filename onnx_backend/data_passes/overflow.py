@@ -42,8 +42,9 @@ def overflow_reason(model: ModelProto) -> str:
     if not any(overflows(read, weight) and _in_integers(node, read, weight) for node, read, weight in layers):
         return ""
     return (
-        "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: weights "
-        "of 7 bits (int7) are exact there, and so is to_integer with weights='unsigned'"
+        "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: "
+        "uint8 weights (quantize with config.for_dialect('onnxruntime')) and weights of 7 bits (int7) are exact there, "
+        "and so is to_integer with weights='unsigned'"
     )
 
 

@@ -1,6 +1,6 @@
 """Replace marks by QuantizeLinear and DequantizeLinear. The inverse is in `marks` and `read`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -9,9 +9,10 @@ from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
 from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable, written_out
+from onnx_backend.dialects.zero_points import write_zero_points
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
-from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
+from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metadata, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
 from onnx_backend.qdq.fusion_barriers import insert_barriers
@@ -27,6 +28,7 @@ from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Decision, Plan
 
+_BY_ATTRIBUTE, _BY_BOTH = "QDQ output_dtype", "QDQ output_dtype and zero point"  # forms in the report
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
 _BFLOAT16 = 22  # the opset from which Conv, pooling and their kin take bfloat16
 _PRECISION = 23  # the opset from which a QuantizeLinear says in which type it divides
@@ -106,6 +108,8 @@ def lower(
     round_entries(lowering)
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large)
+        ranks = {site: len(d.shape) for site, d in plan.decisions.items() if d.shape is not None}
+        _note_zero_points(lowering.rows, write_zero_points(model, ranks))
     if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):
         insert_kernel_casts(model)
     if writing_of(dialect).quantized_numbers:
@@ -181,10 +185,18 @@ def _quantize(
     name = at.target(site, output, "dequantized")
     dequantize = dequantize_to(at, site, [codes, *inputs], name, cast_type, **options)
     write_site(dequantize, site, encoding, "" if kind == "activation" else kind)
-    text = {"output_dtype": "QDQ output_dtype", "zero_point": "QDQ zero point"}.get(
-        form, "QDQ output_dtype and zero point"
-    )
+    text = {"output_dtype": _BY_ATTRIBUTE, "zero_point": "QDQ zero point"}.get(form, _BY_BOTH)
     at.row(site, encoding.dtype.name, text, zero_point_bytes(encoding) if form == "output_dtype" else 0)
+
+
+def _note_zero_points(rows: Sequence[dict[str, Any]], pairs: Sequence[NodeProto]) -> None:
+    """Correct the rows of the sites whose pairs got a zero point after all."""
+    sites = {metadata(node).get("qsdk.site") for node in pairs}
+    for row in rows:
+        if row["site"] in sites:
+            row["zero_point_bytes_saved"] = 0
+            if row["form"] == _BY_ATTRIBUTE:
+                row["form"] = _BY_BOTH
 
 
 def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str:

@@ -33,7 +33,9 @@ def quantize_folder(options: Namespace) -> int:
             "reads the model: FILE.py:function"
         )
     more_of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
-    config = config_of(options.config, options.override, options.skip, **more_of_preset).for_dialect(options.dialect)
+    config = config_of(options.config, options.override, options.skip, **more_of_preset)
+    if options.dialect:
+        config = config.for_dialect(options.dialect)
     data: Iterable[Any]
     if options.data:
         data = token_batches(options.model, options.data, length=options.length, most=options.max_samples)
@@ -52,7 +54,7 @@ def quantize_folder(options: Namespace) -> int:
         verbs=require_verbs(options.verbs.split(","), given_as="--verbs"),
         method=options.method,
         opset=options.opset,
-        dialect=options.dialect,
+        dialect=options.dialect or "onnxruntime",
         progress=sys.stderr.isatty() and not options.json,
     )
     show(Report("Quantized", report.rows, report.summary), as_json=options.json)

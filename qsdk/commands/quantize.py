@@ -110,14 +110,16 @@ def _exported(sim: Sim, options: Namespace) -> Report:
     if _writes_folder(options):
         return export(sim, options.out, format="compressed-tensors")
     shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
-    return export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
+    return export(sim, options.out, opset=options.opset, dialect=options.dialect or "onnxruntime", shapes=shapes)
 
 
 def _opened(options: Namespace) -> _Opened:
     """Open the float model, of either side, with its data."""
     dialect = options.format if _writes_folder(options) else options.dialect
     of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
-    config = config_of(options.config, options.override, options.skip, **of_preset).for_dialect(dialect)
+    config = config_of(options.config, options.override, options.skip, **of_preset)
+    if dialect:
+        config = config.for_dialect(dialect)
     fixed = {name: _value(name, text) for name, text in options.input}
     more: dict[str, Any] = {"inputs": fixed, "providers": options.providers}
     if not names_function(options.model):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import changed_choices, float_biases_of, only_linear_in
+from qsdk.core.config.for_dialect import changed_choices, float_biases_of, only_linear_in, unsigned_linear_in
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -217,6 +217,9 @@ class QuantConfig:
         Activations of int8 become uint8 for `qnn` and `openvino`; those for `tensorrt` are int8 and symmetric, and
         biases stay float. Calibrate and train after it, so that the simulation is what the runtime computes.
 
+        For `onnxruntime`, int8 weights of Linear layers become uint8 with a zero point of 128: the same integers, which
+        the runtime multiplies as they are, exactly on every processor; of int8 it makes floats in every run.
+
         `compressed-tensors`, the format of `qsdk.export`, quantizes linear layers alone (`only_linear`): weights, and
         activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float.
 
@@ -230,6 +233,10 @@ class QuantConfig:
         rules = tuple(replace(rule, **changed_choices(rule.choices(), dialect)) for rule in self.rules)
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
         changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
+        if unsigned_linear_in(dialect) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
+            unsigned = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": uint8, "symmetric_weights": True}
+            first = make_rule("*", unsigned, optional=True)  # so that every rule of the user's comes after it
+            changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
         op_types, bias = float_biases_of(dialect)
         return changed.override("*", op_type=op_types, bias=bias, optional=True) if op_types else changed
 

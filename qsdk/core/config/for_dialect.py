@@ -21,6 +21,7 @@ class Changes:
         symmetric: True if activations have no zero points.
         float_biases: globs over op types whose biases stay float.
         only_linear: True if linear layers alone are quantized.
+        unsigned_linear: True if linear layers of 8 bits are faster with uint8 weights whose zero point is 128.
     """
 
     activations: Mapping[str, DType] = field(default_factory=dict)
@@ -31,6 +32,7 @@ class Changes:
     symmetric: bool = False
     float_biases: tuple[str, ...] = ()
     only_linear: bool = False
+    unsigned_linear: bool = False
 
 
 _FLOAT8 = frozenset({"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"})
@@ -38,7 +40,7 @@ _NARROW = frozenset({"uint2", "int2", "float4e2m1"})
 _FORMATS = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 
 CHANGES: Mapping[str, Changes] = {
-    "onnxruntime": Changes(),
+    "onnxruntime": Changes(unsigned_linear=True),
     "onnx": Changes(),
     "openvino": Changes(
         activations={"int8": uint8, "int4": uint8},
@@ -116,3 +118,8 @@ def only_linear_in(dialect: str) -> bool:
 def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:
     """Return the globs over op types whose biases stay float in a dialect, and the dtype they stay in."""
     return CHANGES[dialect].float_biases, float32
+
+
+def unsigned_linear_in(dialect: str) -> bool:
+    """Return whether linear layers of 8 bits are faster in a dialect with uint8 weights whose zero point is 128."""
+    return CHANGES[dialect].unsigned_linear

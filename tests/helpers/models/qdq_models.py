@@ -1,6 +1,7 @@
 """Small float models, their encodings and an independent simulation, shared by the tests of the ONNX side."""
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
@@ -143,3 +144,14 @@ def simulated_mlp(encodings, stored, x):
     found["relu:output"] = at("relu:output", np.maximum(hidden, 0))
     found["add2:output"] = at("add2:output", found["relu:output"] @ stored["mm2:weight"] + stored["add2:bias"])
     return found
+
+
+def optimized(model, folder, **entries: str) -> list[str]:
+    """The types of the nodes that the runtime's default level makes of a model."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    for key, value in entries.items():
+        options.add_session_config_entry(f"session.{key}", value)
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [found.op_type for found in onnx.load(options.optimized_model_filepath).graph.node]

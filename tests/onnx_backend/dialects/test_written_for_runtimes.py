@@ -153,7 +153,33 @@ def test_what_a_dialect_lacks_is_said_by_name(tmp_path):
 def test_rules_of_a_config_are_changed_for_a_dialect_too():
     config = qsdk.w8a8().override("head", weight="uint8", activation="int8").for_dialect("qnn")
     assert (str(config.rules[0].weight), str(config.rules[0].activation)) == ("int8", "uint8")
-    assert qsdk.w8a8().for_dialect("onnxruntime") == qsdk.w8a8()
+
+
+def test_for_onnxruntime_weights_become_uint8_unless_a_rule_says_otherwise():
+    config = qsdk.w8a8().override("head", weight="int8").for_dialect("onnxruntime")
+    assert config.for_dialect("onnxruntime") == config
+    first, own = config.rules
+    assert (str(first.weight), first.symmetric_weights, str(own.weight)) == ("uint8", True, "int8")
+    for other in (qsdk.w8a16(), qsdk.w4a8(), qsdk.weight_only("int8"), qsdk.w8a8(block_size=16)):
+        assert other.for_dialect("onnxruntime") == other
+
+
+def test_for_onnxruntime_an_ordinary_session_is_exact_on_every_processor(tmp_path):
+    module = torch.nn.Sequential(
+        *(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 1, groups=8), torch.nn.Flatten()),
+        *(torch.nn.Linear(288, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)),
+    )
+    images = torch.rand(4, 3, 8, 8)
+    sims = [qsdk.quantize(module, images, c) for c in (qsdk.w8a8(), qsdk.w8a8().for_dialect("onnxruntime"))]
+    for sim in sims:
+        qsdk.calibrate(sim, [images], progress=False)
+    assert torch.equal(sims[0](images), sims[1](images))  # the same integers
+    qsdk.export(sims[1], tmp_path / "m.onnx")
+    report = qsdk.check_parity(sims[1], tmp_path / "m.onnx", [images], runtime="onnxruntime", progress=False)
+    assert report.summary["passed"]
+    assert report.summary["activations_max_lsb"] <= 1
+    report = qsdk.check_parity(sims[1], tmp_path / "m.onnx", [images], progress=False)
+    assert "default_session" not in report.summary
 
 
 def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs_it():

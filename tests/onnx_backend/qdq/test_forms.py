@@ -2,11 +2,10 @@
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-from qdq_models import make_model, mlp, prepared, run, weights
+from qdq_models import make_model, mlp, optimized, prepared, run, weights
 
 import qsdk
 from onnx_backend.proto.external_data import array
@@ -34,17 +33,6 @@ def linears(k: int = 256, n: int = 64):
         node("MatMul", ["r", "t"], ["y"], "second"),
     ]
     return make_model(nodes, {"x": ["n", k]}, {"y": ["n", n]}, weights(w1=(k, k), b=(k,), w2=(n, k)))
-
-
-def optimized(model, folder, **entries: str) -> list[str]:
-    """The types of the nodes that the runtime's default level makes of a model."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    for key, value in entries.items():
-        options.add_session_config_entry(f"session.{key}", value)
-    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return [found.op_type for found in onnx.load(options.optimized_model_filepath).graph.node]
 
 
 # the layout that is fused
