@@ -10,6 +10,7 @@ from qsdk.core.numerics.spec import PerBlock, PerChannel
 from qsdk.core.planning.graph_matching import match_graphs
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Plan
+from qsdk.core.site import owner_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class TensorFacts:
         channel_axis: output channels, None where per channel has no meaning.
         block_axis: input channels, which blocks run along.
         wanted: its dtype in a plan, or None.
+        readers: the modules that take it, as `read_by` names it.
     """
 
     site: str
@@ -33,6 +35,7 @@ class TensorFacts:
     channel_axis: int | None = None
     block_axis: int | None = None
     wanted: DType | None = None
+    readers: tuple[str, ...] = ()
 
     @property
     def whole_shape(self) -> tuple[int, ...] | None:
@@ -55,7 +58,7 @@ def tensor_facts(graph: Graph, plan: Plan | None = None) -> list[TensorFacts]:
 
 
 def _facts_by_id(graph: Graph, plan: Plan | None) -> dict[int, TensorFacts]:
-    axes = _axes(graph)
+    axes, readers = _axes(graph), _readers(graph)
     result = {}
     for index, tensor in enumerate(graph.tensors):
         if tensor.site is None and not tensor.is_float:
@@ -69,7 +72,29 @@ def _facts_by_id(graph: Graph, plan: Plan | None) -> dict[int, TensorFacts]:
         if spec is not None and isinstance(spec.granularity, PerBlock):
             block = spec.granularity.axis
         wanted = None if spec is None else spec.dtype
-        result[index] = TensorFacts(site, tensor.name, tensor.constant, tensor.shape, channel, block, wanted)
+        result[index] = TensorFacts(
+            site, tensor.name, tensor.constant, tensor.shape, channel, block, wanted, tuple(readers.get(index, ()))
+        )
+    return result
+
+
+def read_by(module: str, index: int | str) -> str:
+    """Return the name of the tensor that is an argument of a module, for files that go by modules."""
+    return f"{module} (input {index})"
+
+
+def _readers(graph: Graph) -> dict[int, list[str]]:
+    """Return, by computed tensor, the arguments of modules that it is: those of the first op of each."""
+    result: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for op in graph.ops:
+        roots = [None if index is None else graph.constant_root(index) for index in op.inputs]
+        sites = [graph.tensors[index].site for index in (*roots, *op.outputs) if index is not None]
+        owners = {owner_of(site) for site in sites if site is not None} - seen
+        seen |= owners
+        taken = [index for index, root in zip(op.inputs, roots, strict=True) if index is not None and root is None]
+        for place, index in enumerate(index for index in taken if graph.tensors[index].is_float):
+            result.setdefault(index, []).extend(read_by(owner, place) for owner in sorted(owners))
     return result
 
 
@@ -83,7 +108,7 @@ def _axes(graph: Graph) -> dict[int, tuple[int | None, int | None]]:
 
 
 def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
-    """Return the tensors by every name that an encodings file may use: own name, site, or `owner.weight`."""
+    """Return the tensors by every name that an encodings file may use: name, site, `owner.weight`, or who reads it."""
     listed = list(tensors)
     result = {tensor.name: tensor for tensor in reversed(listed)}
     for tensor in listed:
@@ -91,6 +116,8 @@ def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
     for tensor in listed:
         if tensor.stored:
             result.setdefault(tensor.site.replace(":", "."), tensor)
+        for reader in tensor.readers:
+            result.setdefault(reader, tensor)
     return result
 
 

@@ -13,6 +13,7 @@ from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
 from qsdk.core.planning.from_encodings import granularity_of
 from qsdk.core.planning.plan import Decision, Plan, casts_of
 from qsdk.core.report import Report
+from qsdk.core.sims.as_in_file import as_in_file
 from qsdk.core.sims.state import SimState, encoding_of, matched_owners, owns_encoding
 
 _STATES = ("missing", "unexpected", "different")
@@ -60,11 +61,13 @@ def with_loaded(
     results += _shared(state.plan, file, own, {f.site for f in results if f.state == "loaded"})
     results += _casts(state.plan, file)
     results += _unexpected(state.plan, file)
+    layouts = as_in_file(state.plan, file.encodings, [f.site for f in results if f.state == "different"])
     if strict and any(result.state in _STATES for result in results):
-        raise FileFormatError(_mismatch_message(results, where))
+        raise FileFormatError(_mismatch_message(results, where, layouts))
     rows = [vars(result) for result in results]
     counts = {name: sum(f.state == name for f in results) for name in ("loaded", *_STATES)}
-    return replace(state, own=own), Report("Loaded encodings", rows, {"file": where, **counts})
+    remedy = {"config for the file": layouts} if layouts else {}
+    return replace(state, own=own), Report("Loaded encodings", rows, {"file": where, **counts, **remedy})
 
 
 def _frozen_sites(plan: Plan, freeze: bool | str) -> set[str]:
@@ -100,7 +103,7 @@ def _fit_to_plan(decision: Decision, given: Encoding) -> tuple[Encoding | None, 
     spec = decision.spec
     assert spec is not None
     rank = len(decision.shape) if decision.shape is not None else None
-    if given.dtype != spec.dtype or not _same_layout(spec, given, rank):
+    if given.dtype != spec.dtype or not _same_layout(spec, given, rank, decision.shape):
         return None, f"{_text(given)} in the file, {_wanted(spec)} in the plan"
     if spec.symmetric and spec.dtype.signed and not given.symmetric:
         return None, "it has zero points, and the plan wants it symmetric"
@@ -124,10 +127,10 @@ def _fit_to_plan(decision: Decision, given: Encoding) -> tuple[Encoding | None, 
     return fitting, ""
 
 
-def _same_layout(spec: Spec, given: Encoding, rank: int | None) -> bool:
+def _same_layout(spec: Spec, given: Encoding, rank: int | None, shape: tuple[int | str | None, ...] | None) -> bool:
     axis, block = axis_of(spec.granularity), block_size_of(spec.granularity)
     if given.scale.size == 1 and given.block_size is None and block is None:
-        return True
+        return given.axis is not None or axis is None or shape is None or shape[axis] == 1
     if (axis is None) != (given.axis is None) or block != given.block_size:
         return False
     if axis is None or given.axis is None or rank is None:
@@ -203,7 +206,7 @@ def _unexpected(plan: Plan, file: StoredEncodings) -> Iterator[LoadResult]:
             )
 
 
-def _mismatch_message(results: Iterable[LoadResult], where: str) -> str:
+def _mismatch_message(results: Iterable[LoadResult], where: str, layouts: str) -> str:
     """Return one message for everything that does not fit."""
     groups: dict[str, list[LoadResult]] = {name: [] for name in _STATES}
     for result in results:
@@ -214,9 +217,10 @@ def _mismatch_message(results: Iterable[LoadResult], where: str) -> str:
     for name, found in groups.items():
         shown = ", ".join(f.site + (f" ({f.detail})" if f.detail else "") for f in found)
         lines += [f"  {len(found)} {titles[name]}: {shown}"] if found else []
+    ours = f", for its weights yours with {layouts}" if layouts else ""
     return (
         f"{where} does not fit the sim:\n"
         + "\n".join(lines)
-        + "\nquantize with the config that the file was made with, "
-        "or pass strict=False to load what fits and leave the rest as it is"
+        + f"\nquantize with the config that the file was made with{ours}, or pass strict=False to load what fits and "
+        "leave the rest as it is"
     )

@@ -303,7 +303,7 @@ def file_with(version, **changed):
         ('{"version": ["1.0.0"], "encodings": []}', "the AIMET version"),
         ('{"version": "1.0.0", "param_encodings": {}}', "param_encodings is a list"),
         ('{"version": "0.6.1", "param_encodings": []}', "param_encodings is an object"),
-        ('{"version": "0.6.1", "activation_encodings": {"conv": {"input": {}}}}', "_torch.encodings goes by modules"),
+        ('{"version": "0.6.1", "activation_encodings": {"conv": {"inputs": {}}}}', "module 'conv'"),
         ('{"version": "2.0.0", "encodings": [{"output_dtype": "int8"}]}', r"encodings\[0\] has no name"),
         ('{"version": "2.0.0", "encodings": [3]}', r"encodings\[0\] has no name"),
         ('{"encodings": {}}', "is no qsdk.encodings file, nor one of AIMET"),
@@ -321,7 +321,8 @@ def test_one_entry_per_tensor():
     with pytest.raises(FileFormatError, match="tensor 'x' has two entries"):
         read_any(json.dumps(twice), "e.json", facts())
     for name in ("mm1:weight", "mm1.weight"):
-        file = {"version": "2.0.0", "encodings": [twice["encodings"][0] | {"name": n} for n in ("m1", name)]}
+        pair = [twice["encodings"][0] | {"name": n, "y_scale": s} for n, s in (("m1", 1.0), (name, 2.0))]
+        file = {"version": "2.0.0", "encodings": pair}
         assert read_any(json.dumps(file), "e.json", facts()).misfits == {
             name: "another entry says what mm1:weight is: m1"
         }

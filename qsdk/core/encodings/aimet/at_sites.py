@@ -38,19 +38,21 @@ def at_sites(file: AimetFile, tensors: Sequence[TensorFacts] | None, where: str)
             misfits[name] = "no tensor has this name" + (f"; the nearest: {', '.join(near)}" if near else "")
             continue
         site = name if tensor is None else tensor.site
-        if site in names:
-            misfits[name] = f"another entry says what {site} is: {names[site]}"
-            continue
-        names[site] = name
-        if name not in file.entries:
-            casts[site] = (file.casts or {})[name]
-            continue
+        first = names.setdefault(site, name)
         try:
-            encodings[site] = complete(file.entries[name], tensor)
+            found = complete(file.entries[name], tensor) if name in file.entries else (file.casts or {})[name]
         except FileFormatError as error:
             if tensor is None:
                 raise FileFormatError(f"{where}, tensor {name!r}: {error}") from error
             misfits[site] = str(error)
+            continue
+        # a file that goes by modules says the same of a tensor once for each that takes it
+        if first != name and found != encodings.get(site, casts.get(site)):
+            misfits[name] = f"another entry says what {site} is: {first}"
+        elif isinstance(found, Encoding):
+            encodings[site] = found
+        else:
+            casts[site] = found
     provenance = {"format": f"AIMET {file.version}", **file.provenance}
     stored = file.parameters
     kinds = {} if stored is None else {s: "weight" if n in stored else "activation" for s, n in names.items()}

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from qsdk.core.encodings.aimet.by_modules import SECTIONS, by_tensors, is_by_modules
 from qsdk.core.encodings.aimet.fields import Fields, numbers
 from qsdk.core.encodings.aimet.stated import Stated
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, float16
 
 VERSIONS = ("0.6.1", "1.0.0", "2.0.0", "2.1.0")
-_SECTIONS = ("activation_encodings", "param_encodings")
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,13 @@ def is_aimet(data: Any) -> bool:
     """Return whether JSON data has the sections of an AIMET encodings file."""
     if not isinstance(data, dict) or "format" in data:
         return False
-    return any(name in data for name in _SECTIONS) or isinstance(data.get("encodings"), list)
+    return any(name in data for name in SECTIONS) or isinstance(data.get("encodings"), list)
 
 
 def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
-    """Return the content of JSON data of any of the four versions; without a version, the shape of the data decides.
+    """Return the content of JSON data of any of the four versions, by tensors or by modules.
+
+    Without a version, the shape of the data decides.
 
     Args:
         data: see `is_aimet`.
@@ -57,17 +59,19 @@ def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
         FileFormatError: an unknown version, or an entry that is incomplete, foreign or contradicts itself; names the
             file and the tensor.
     """
+    if is_by_modules(data):
+        data = by_tensors(data, where)
     version = data.get("version", _version_by_shape(data))
     if version not in VERSIONS:
         raise FileFormatError(
             f"{where} has the AIMET version {version!r}; qsdk reads {', '.join(VERSIONS)}: export one of these"
         )
-    provenance = {name: value for name, value in data.items() if name not in (*_SECTIONS, "encodings")}
+    provenance = {name: value for name, value in data.items() if name not in (*SECTIONS, "encodings")}
     readers: dict[str, Callable[[Any, str], Stated | DType]] = {"0.6.1": _from_0_6_1, "1.0.0": _from_1_0_0}
     read = readers.get(version, _from_2)
     entries: dict[str, Stated] = {}
     casts: dict[str, DType] = {}
-    for name, entry in _named(data, version, where, _SECTIONS if version in readers else ("encodings",)):
+    for name, entry in _named(data, version, where, SECTIONS if version in readers else ("encodings",)):
         place = f"{where}, tensor {name!r}"
         if name in entries or name in casts:
             raise FileFormatError(f"{place} has two entries; keep one of them")
@@ -78,12 +82,12 @@ def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
             casts[name] = result
     if version not in readers:
         return AimetFile(version, entries, None, None, provenance)
-    stored = frozenset(name for name, _ in _named(data, version, where, _SECTIONS[1:]))
+    stored = frozenset(name for name, _ in _named(data, version, where, SECTIONS[1:]))
     return AimetFile(version, entries, casts, stored, provenance)
 
 
 def _version_by_shape(data: Mapping[str, Any]) -> str:
-    sections = [data[name] for name in _SECTIONS if name in data]
+    sections = [data[name] for name in SECTIONS if name in data]
     return "2.0.0" if not sections else "1.0.0" if all(isinstance(part, list) for part in sections) else "0.6.1"
 
 
@@ -107,10 +111,7 @@ def _named(data: Mapping[str, Any], version: str, where: str, sections: Sequence
 
 def _from_0_6_1(entry: Any, where: str) -> Stated | DType:
     if not isinstance(entry, list) or not entry:
-        raise FileFormatError(
-            f"{where}: an entry of version 0.6.1 is a list with one object per channel (a file ending in "
-            "_torch.encodings goes by modules: give the one beside the ONNX model)"
-        )
+        raise FileFormatError(f"{where}: an entry of version 0.6.1 is a list with one object per channel; correct it")
     if entry == [{"bitwidth": 16, "dtype": "float"}]:
         return float16
     known = ("bitwidth", "dtype", "is_symmetric", "min", "max", "scale", "offset")
