@@ -110,8 +110,8 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     graph = _with_names_of_the_file(graph, tensors)
     encodings = {site: replace(encoding, frozen=True) for site, encoding in found.items()}
     casts = {site: dtype_named(name) for site, name in opened.casts.items()}
-    _require_all_placed(graph, tensors, encodings, casts)
     plan = with_reasons_of_file(make_plan(graph, config), notes)
+    _require_all_placed(graph, plan, tensors, encodings, casts)
     encodings = {site: encoding for site, encoding in encodings.items() if site in plan.decisions}
     casts = {site: dtype for site, dtype in casts.items() if site in plan.decisions}
     plan = plan_with_given(graph, plan, encodings, casts)
@@ -158,16 +158,19 @@ def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _FloatTenso
 
 
 def _with_names_of_the_file(graph: Graph, tensors_of: Mapping[str, _FloatTensor]) -> Graph:
-    """Return the graph with the sites of the file; a tensor that the file does not quantize gives its name away."""
+    """Return the graph with the sites of the file; a tensor that the file does not quantize gives its name away.
+
+    Stored tensors for which a plan has no site, such as the bias of a norm, get one where the file quantizes them.
+    """
     names = {float_tensor.tensor: site for site, float_tensor in tensors_of.items()}
     sites = [tensor.site for tensor in graph.tensors]
     at = {site: index for index, site in enumerate(sites) if site is not None}
     for index, tensor in enumerate(graph.tensors):
         wanted, old = names.get(tensor.name), sites[index]
-        if wanted is None or old is None or wanted == old:
+        if wanted is None or wanted == old or (old is None and (not tensor.constant or tensors_of[wanted].scalar)):
             continue
         other = at.get(wanted)
-        if other is not None:
+        if other is not None and old is not None:
             sites[other], at[old] = old, other
         sites[index], at[wanted] = wanted, index
     return replace(
@@ -176,12 +179,16 @@ def _with_names_of_the_file(graph: Graph, tensors_of: Mapping[str, _FloatTensor]
 
 
 def _require_all_placed(
-    graph: Graph, tensors_of: Mapping[str, _FloatTensor], encodings: Mapping[str, Encoding], casts: Mapping[str, DType]
+    graph: Graph,
+    plan: Plan,
+    tensors_of: Mapping[str, _FloatTensor],
+    encodings: Mapping[str, Encoding],
+    casts: Mapping[str, DType],
 ) -> None:
     """Refuse to lose an encoding; a scalar constant holds its quantized value already, and needs none."""
     lost = []
     for site in (*encodings, *casts):
-        if site not in graph.sites:
+        if site not in plan.decisions:
             if not tensors_of[site].scalar:
                 lost.append(f"{site} (the tensor {tensors_of[site].tensor!r} has no site in the float model)")
         elif site in encodings:

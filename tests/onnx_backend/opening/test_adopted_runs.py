@@ -2,7 +2,10 @@
 
 import numpy as np
 import onnxruntime as ort
+import pytest
+from foreign_models import by_onnxruntime
 from onnx import TensorProto, helper
+from onnxruntime.quantization import QuantType
 from qdq_models import make_model, mlp
 
 import qsdk
@@ -78,3 +81,23 @@ def test_calibrating_an_adopted_file_says_which_encodings_went():
     kept = qsdk.quantize(sim.qdq_model(), None, None)
     kept.freeze("*")
     assert qsdk.calibrate(kept, [3 * X[:, :6]], progress=False).summary["adopted encodings replaced"] == 0
+
+
+@pytest.mark.parametrize("activation", ["QUInt16", "QInt16", "QUInt8"])
+def test_the_int32_bias_of_a_norm_is_adopted_as_the_file_has_it(activation, tmp_path):
+    nodes = [
+        node("MatMul", ["x", "w"], ["m"], "mm"),
+        node("LayerNormalization", ["m", "gamma", "beta"], ["y"], "norm", axis=-1),
+    ]
+    stored = {name: RNG.normal(size=shape) for name, shape in (("w", (16, 6)), ("gamma", 6), ("beta", 6))}
+    stored = {name: value.astype(np.float32) for name, value in stored.items()}
+    model = make_model(nodes, {"x": ["n", 16]}, {"y": ["n", 6]}, stored)
+    kinds = {"activation_type": getattr(QuantType, activation), "weight_type": QuantType.QInt8}
+    theirs = by_onnxruntime(model, (8, 16), tmp_path, **kinds)
+    sim = qsdk.quantize(theirs, None, "w8a8")
+    np.testing.assert_array_equal(sim.run(X)[0], as_written(theirs)[0])
+    row = next(row for row in sim.coverage().rows if row["dtype"] == "int32")
+    assert row["state"] == "quantized"
+    assert row["reason"].startswith("as the file says")
+    qsdk.export(sim, tmp_path / "ours.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "ours.onnx", [X], progress=False).summary["passed"]
