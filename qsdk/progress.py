@@ -1,11 +1,12 @@
-"""The progress bars of long verbs, in a terminal or a notebook, and the numbers that the verbs log beside them."""
+"""The progress of long verbs: a bar in a terminal or a notebook, lines in a log; and the numbers beside it."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import length_hint
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm.std import tqdm as in_text
 
@@ -15,6 +16,48 @@ if find_spec("ipywidgets") is None:  # in a notebook without it, tqdm.auto warns
     tqdm: Any = in_text
 else:
     from tqdm.auto import tqdm
+
+#: seconds between two lines in a log, and before the first
+EVERY = 30.0
+
+
+class _Lines:
+    """What a bar draws over itself as lines of a stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> None:
+        line = text.replace("\x1b[A", "").strip()
+        if line:
+            self.stream.write(f"{line}\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+class _InLog(in_text):  # type: ignore[type-arg]
+    """A bar for what keeps every character, such as a log file: a line now and then, none for what takes no time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        rare = {"delay": EVERY, "mininterval": EVERY, "maxinterval": EVERY}
+        super().__init__(*args, **{**options, **rare, "file": _Lines(sys.stderr)})
+
+    def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
+        """Change the text of the next line."""
+        super().set_description(desc, refresh=False)
+
+
+def bar(*args: Any, **options: Any) -> Any:
+    """Return a bar of tqdm that suits where it is drawn; the arguments are those of tqdm."""
+    return (tqdm if draws_over_itself() else _InLog)(*args, **options)
+
+
+def draws_over_itself() -> bool:
+    """Return whether a bar can be drawn over what it drew before: in a terminal or a notebook."""
+    widgets = any("notebook" in cls.__module__ for cls in tqdm.__mro__)
+    return widgets or sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
 
 
 @dataclass(frozen=True)
@@ -54,8 +97,8 @@ def progress_of(verb: str, total: int, *, show: bool, unit: str = "layer") -> It
         show: draw the bar.
         unit: what is counted.
     """
-    with tqdm(total=total, desc=verb, unit=unit, disable=not show, leave=False) as bar:
-        yield Progress(verb, bar)
+    with bar(total=total, desc=verb, unit=unit, disable=not show, leave=False) as drawn:
+        yield Progress(verb, drawn)
 
 
 def over_batches(data: Iterable[Any], title: str, show: bool) -> Iterator[Any]:
@@ -66,7 +109,7 @@ def over_batches(data: Iterable[Any], title: str, show: bool) -> Iterator[Any]:
         title: of the bar.
         show: draw it.
     """
-    yield from tqdm(data, title, _count(data), disable=not show, leave=False, unit="batch")
+    yield from bar(data, title, _count(data), disable=not show, leave=False, unit="batch")
 
 
 def _count(data: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 
 _RANGES = 'qsdk.calibrate(sim, batches, method=...) takes "min_max", "mse", "tf_enhanced", "percentile", "entropy"'
@@ -140,6 +141,13 @@ _OTHERS = {
     "print_quant_summary": "print(sim.coverage()) on the sim of qsdk.quantize",
 }
 
+#: the functions of the face whose first argument is a sim
+TAKE_A_SIM = frozenset(
+    """calibrate seq_mse tune_blocks tune_ranges adaround gptq correct_bias reestimate_batch_norm equalize smooth_quant
+    awq rotate export check_parity load_encodings mixed_precision advise report sensitivity observing distill_loss
+    save_encodings save""".split()
+)
+
 #: a name of AIMET, torch, onnxruntime.quantization, Brevitas, NNCF or ModelOpt -> what to write instead
 COUNTERPARTS: Mapping[str, str] = MappingProxyType(_AIMET | _TORCH | _ONNXRUNTIME | _OTHERS)
 
@@ -150,8 +158,10 @@ def missing_name(name: str, known: Iterable[str]) -> str:
         return f"qsdk has no {name}; its counterpart: {COUNTERPARTS[name]}"
     if other_widths(name):
         return f"qsdk has no preset {name}; {other_widths(name)}"
-    same = [candidate for candidate in known if candidate.replace("_", "").lower() == name.replace("_", "").lower()]
-    return f"module 'qsdk' has no attribute {name!r}" + (f"; did you mean qsdk.{same[0]}?" if same else "")
+    spelled = {candidate.replace("_", "").lower(): candidate for candidate in known}
+    near = get_close_matches(name.replace("_", "").lower(), spelled, n=1, cutoff=0.75)
+    remedy = f"did you mean qsdk.{spelled[near[0]]}?" if near else "help(qsdk) lists its names by task"
+    return f"module 'qsdk' has no attribute {name!r}; {remedy}"
 
 
 def other_widths(name: str) -> str:
@@ -162,16 +172,17 @@ def other_widths(name: str) -> str:
     return f'write it as qsdk.w8a8().override("*", weight="int{widths[1]}", activation="uint{widths[2]}")'
 
 
-def missing_in_sim(name: str, cls: str, model: object) -> str:
+def missing_in_sim(name: str, cls: str, model: object, known: Iterable[str]) -> str:
     """Return the text of the AttributeError for a name that a sim does not have.
 
     Args:
         name: that was asked for.
         cls: name of the sim's class.
         model: the wrapped module, None for a sim of an ONNX model.
+        known: names that the sim has.
     """
     text = f"{cls!r} object has no attribute {name!r}"
-    if name in ("export", "save", "load_encodings", "calibrate"):
+    if name in TAKE_A_SIM:
         return f"{text}; it is a function: qsdk.{name}(sim, ...)"
     if name in COUNTERPARTS:
         return f"{text}; its counterpart: {COUNTERPARTS[name]}"
@@ -179,4 +190,5 @@ def missing_in_sim(name: str, cls: str, model: object) -> str:
         return f"{text}; train inside `with sim.training() as model:`"
     if not name.startswith("_") and model is not None and hasattr(type(model), name):
         return f"{text}; the module has it: sim.model.{name}"
-    return text
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"{text}; did you mean sim.{near[0]}?" if near else text

@@ -18,7 +18,7 @@ import qsdk
 from qsdk.core.atomic_files import write_text
 from qsdk.demo.data import DemoData, load
 from qsdk.demo.model import load_pretrained
-from qsdk.progress import tqdm
+from qsdk.progress import bar
 
 Array = npt.NDArray[Any]
 _BATCH = 250
@@ -90,7 +90,7 @@ def _batches(images: Array) -> Iterator[Array]:
 
 def _predict(predict: Callable[[Array], Array], images: Array, title: str) -> Array:
     batches = list(_batches(images))
-    return np.concatenate([predict(batch) for batch in tqdm(batches, desc=title, leave=False)])
+    return np.concatenate([predict(batch) for batch in bar(batches, desc=title, leave=False)])
 
 
 def _torch_predictor(model: nn.Module | Any) -> Callable[[Array], Array]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qsdk
-from qsdk.core.counterparts import COUNTERPARTS
+from qsdk.core.counterparts import COUNTERPARTS, TAKE_A_SIM
 
 
 def test_the_first_screen_of_help_groups_every_name():
@@ -36,7 +36,9 @@ def test_a_name_of_another_tool_is_answered_with_its_counterpart(name: str):
 def test_a_name_in_another_spelling_is_recognised():
     with pytest.raises(AttributeError, match=r"no attribute 'SeqMSE'; did you mean qsdk\.seq_mse\?"):
         _ = qsdk.SeqMSE
-    with pytest.raises(AttributeError, match=r"^module 'qsdk' has no attribute 'nothing'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'observin'; did you mean qsdk\.observing\?"):
+        _ = qsdk.observin
+    with pytest.raises(AttributeError, match=r"^module 'qsdk' has no attribute 'nothing'; help\(qsdk\) lists its names"):
         _ = qsdk.nothing
 
 
@@ -109,6 +111,8 @@ def test_completion_shows_what_users_may_rely_on():
         ("train", "train inside `with sim.training() as model:`"),
         ("state_dict", "the module has it: sim.model.state_dict"),
         ("export", "it is a function: qsdk.export(sim, ...)"),
+        ("observing", "it is a function: qsdk.observing(sim, ...)"),
+        ("encoding", "did you mean sim.encodings?"),
         ("compute_encodings", "its counterpart: qsdk.calibrate(sim, batches)"),
     ],
 )
@@ -118,6 +122,16 @@ def test_a_name_that_a_sim_lacks_is_answered_with_where_it_is(name: str, remedy:
         getattr(sim, name)
     with pytest.raises(AttributeError, match=r"^'QuantSim' object has no attribute 'nothing'$"):
         _ = sim.nothing
+
+
+def test_every_function_that_takes_a_sim_is_known_as_one():
+    found = {name: getattr(qsdk, name) for name in qsdk.__all__}
+    first = {
+        name: next(iter(inspect.signature(item).parameters), "")
+        for name, item in found.items()
+        if inspect.isfunction(item)
+    }
+    assert {name for name, parameter in first.items() if parameter in ("sim", "sim_or_file")} == TAKE_A_SIM
 
 
 def test_an_error_in_a_property_of_a_sim_is_its_own():

@@ -1,4 +1,4 @@
-"""The progress bars: what they say, and that a notebook gets one without a warning."""
+"""The progress bars: what they say, that a notebook gets one without a warning, and a log a line now and then."""
 
 import subprocess
 import sys
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import qsdk
+from qsdk import progress
 from torch_bridge.sim import QuantSim
 
 DATA = [torch.randn(8, 6, generator=torch.Generator().manual_seed(n)) for n in range(3)]
@@ -23,6 +24,11 @@ kernel = types.ModuleType("ipykernel.zmqshell")
 sys.modules |= {"IPython": ipython, "IPython.display": display, kernel.__name__: kernel}
 """
 WIDGETS = "__version__ = '8.1.0'\nFloatProgress = HBox = HTML = Layout = object\n"
+
+
+@pytest.fixture(autouse=True)
+def in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "draws_over_itself", lambda: True)
 
 
 def calibrated() -> QuantSim:
@@ -104,6 +110,27 @@ def test_data_without_a_length_show_the_time_that_the_first_batches_take(
 def test_data_that_end_early_are_no_error():
     report = qsdk.calibrate(calibrated(), iter(DATA), max_batches=50)
     assert report.summary["sites"] > 0
+
+
+def test_a_log_gets_lines_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    assert not progress.draws_over_itself()
+    sim = calibrated()
+    qsdk.calibrate(sim, DATA * 20)
+    qsdk.seq_mse(sim, DATA)
+    assert capsys.readouterr().err == ""  # done before the first line
+    monkeypatch.setattr(progress, "EVERY", 1e-9)
+    with progress.progress_of("seq_mse", 3, show=True) as shown:
+        for layer in ("first", "second", "third"):
+            shown.now(layer)
+            shown.done()
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    assert [line.partition(":")[2].partition(" [")[0].split() for line in lines] == [
+        ["first:", "33%|███▎", "|", "1/3"],
+        ["second:", "67%|██████▋", "|", "2/3"],
+        ["third:", "100%|██████████|", "3/3"],
+    ]
+    assert all(line.endswith("]\n") and "\r" not in line for line in lines)
 
 
 def in_a_notebook(code: str, folder: Path) -> subprocess.CompletedProcess[str]:

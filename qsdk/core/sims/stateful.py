@@ -71,7 +71,8 @@ class StatefulSim(ABC):
         def __getattr__(self, name: str) -> NoReturn:
             if hasattr(type(self), name):  # a property of that name has failed: its own error counts
                 object.__getattribute__(self, name)
-            raise AttributeError(missing_in_sim(name, type(self).__name__, vars(self).get("model")))
+            cls = type(self)
+            raise AttributeError(missing_in_sim(name, cls.__name__, vars(self).get("model"), cls.documented))
 
     def __dir__(self) -> list[str]:
         return [*(name for name in super().__dir__() if name.startswith("__")), *self.documented]

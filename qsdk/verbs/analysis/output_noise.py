@@ -11,7 +11,7 @@ from torch import Tensor
 from qsdk.algorithms.noise_probe import NoiseProbe
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
-from qsdk.progress import over_batches, tqdm
+from qsdk.progress import bar, over_batches
 from qsdk.verbs.analysis.rounded_weights import outputs_as_given
 from qsdk.verbs.analysis.sampled_rows import every_third, rows_of
 from qsdk.verbs.doors.choose import Sim, door_of
@@ -185,7 +185,7 @@ def measure_noise(
     if known is None:
         given = outputs_as_given(sim, batches, forward) or in_float
         noise.all_quantized = with_only(every, given) * signal / (sum(map(weights.power, given)) or 1.0)
-    for layer in tqdm(layers, desc="sensitivity", unit="layer", disable=not progress, leave=False):
+    for layer in bar(layers, desc="sensitivity", unit="layer", disable=not progress, leave=False):
         noise.alone |= dict.fromkeys(layer.sites, 0.0) | {layer.sites[0]: with_only(layer.sites)}
         if reverse:
             noise.without[layer] = with_only(every.difference(layer.sites))

@@ -13,7 +13,7 @@ from onnx_backend.profiling.kernels import Precision
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of
 from qsdk.core.report import Report
-from qsdk.progress import tqdm
+from qsdk.progress import bar
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.qdq_files import OnnxSource
 from qsdk.verbs.quantize import export
@@ -72,7 +72,7 @@ def profile(
     file = model_to_run(model, runtime)
     feeds = _first_feeds(file, data) if data is not None else profiling.random_feeds_for(file, shapes or {})
     times = []
-    for timed in tqdm([file, *([] if against is None else [model_io.load(against)])], "profile", disable=not progress):
+    for timed in bar([file, *([] if against is None else [model_io.load(against)])], "profile", disable=not progress):
         fed = feeds if timed is file else _as_feeds(tuple(feeds.values()), timed, "the input of the profiled model")
         times.append(profiling.profile(timed, fed, runtime=runtime, threads=threads, repeats=repeats))
     rows = sorted(profiling.rows_of(file, times[0]), key=lambda row: -row["ms"])

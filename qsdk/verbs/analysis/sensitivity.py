@@ -7,7 +7,7 @@ from qsdk.core.errors import DataError
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
 from qsdk.core.report import Report
-from qsdk.progress import tqdm
+from qsdk.progress import bar
 from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
 from qsdk.verbs.analysis.rounded_weights import rounded_facts
@@ -116,7 +116,7 @@ def _drops(
             reference = metric_value(metric(sim)) if moved else in_float
     now = metric_value(metric(sim))
     drops: dict[LayerSites, float] = {}
-    for layer in tqdm(layers, desc="metric of each layer", disable=not progress, leave=False):
+    for layer in bar(layers, desc="metric of each layer", disable=not progress, leave=False):
         with door.quantizing_only(frozenset(layer.sites)):
             drops[layer] = in_float - metric_value(metric(sim))
     float_now = {"float_now": in_float} if moved else {}
