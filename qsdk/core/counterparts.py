@@ -13,7 +13,11 @@ _CONFIG = "a config such as qsdk.w8a8(), with .override(pattern, weight=...) and
 _PLAIN = "plain modules such as nn.Conv2d: qsdk.quantize(model, example) quantizes what they read and give"
 _BLOCKS = "qsdk.w4a16(block_size=32), or .override(pattern, block_size=32, two_level_scales=True) for LPBQ"
 
+_DYNAMIC_INT4 = 'qsdk.w4a8(block_size=32).override("*", dynamic_activations=True)'
+
 _AIMET = {
+    "QuantSimConfigurator": 'qsdk.load_config("htp_v81"), or the path of a config file',
+    "save_encodings_to_json": "qsdk.save_encodings(sim, path)",
     "QuantizationSimModel": "qsdk.quantize(model, example, qsdk.w8a8()) returns the sim",
     "compute_encodings": "qsdk.calibrate(sim, batches)",
     "set_and_freeze_param_encodings": 'qsdk.load_encodings(sim, path, freeze="weights")',
@@ -90,6 +94,13 @@ _TORCH = {
     "get_default_qconfig": _CONFIG,
     "Int8WeightOnlyConfig": 'qsdk.weight_only("int8")',
     "Int4WeightOnlyConfig": 'qsdk.weight_only("int4", block_size=32)',
+    "IntxWeightOnlyConfig": 'qsdk.weight_only("int3"), with block_size=32 for groups',
+    "Int8DynamicActivationInt4WeightConfig": _DYNAMIC_INT4,
+    "Int8DynamicActivationIntxWeightConfig": _DYNAMIC_INT4,
+    "Int8StaticActivationInt8WeightConfig": "qsdk.w8a8(symmetric_activations=True)",
+    "Float8WeightOnlyConfig": 'qsdk.weight_only("float8e4m3fn")',
+    **dict.fromkeys(("FqnToConfig", "ModuleFqnToConfig"), _CONFIG),
+    **dict.fromkeys(("QATConfig", "IntxFakeQuantizeConfig", "Int8DynActInt4WeightQATQuantizer"), _TRAIN),
     "Int8DynamicActivationInt8WeightConfig": 'qsdk.w8a8().override("*", dynamic_activations=True)',
     "MovingAverageMinMaxObserver": 'qsdk.calibrate(sim, batches, method="moving_average")',
     "PerChannelMinMaxObserver": _RANGES,
@@ -119,6 +130,15 @@ _ONNXRUNTIME = {
 
 _OTHERS = {
     **dict.fromkeys(("QuantConv2d", "QuantLinear", "QuantReLU", "QuantIdentity", "QuantMultiheadAttention"), _PLAIN),
+    **dict.fromkeys(("QuantEltwiseAdd", "QuantCat", "QuantLSTM", "QuantEmbedding", "QuantSigmoid"), _PLAIN),
+    **dict.fromkeys(("TruncAvgPool2d", "TruncAdaptiveAvgPool2d"), _PLAIN),
+    "QuantTensor": "an ordinary tensor; the scales are in sim.encodings of what qsdk.quantize returns",
+    "Int8WeightPerTensorFloat": 'qsdk.w8a8().override("*", weight="int8_strict", per_channel=False)',
+    "Int8WeightPerChannelFloat": 'qsdk.w8a8(); its grid from -127 to 127 is .override("*", weight="int8_strict")',
+    "Uint8ActPerTensorFloat": "qsdk.w8a8(symmetric_activations=True)",
+    "Int8ActPerTensorFloat": 'qsdk.w8a8(symmetric_activations=True).override("*", activation="int8")',
+    "ShiftedUint8ActPerTensorFloat": "qsdk.w8a8(), whose activations have zero points",
+    "Int32Bias": "qsdk.w8a8(), whose biases are int32",
     "preprocess_for_quantize": _PREPARED,
     "layerwise_quantize": _PREPARED,
     "quantize_model": _PREPARED,
@@ -133,6 +153,14 @@ _OTHERS = {
     "bias_correction_mode": "qsdk.correct_bias(sim, batches)",
     "gptq_mode": "qsdk.gptq(sim, batches)",
     "learned_round_mode": "qsdk.adaround(sim, batches)",
+    "batch_norm_adaptation": "qsdk.reestimate_batch_norm(sim, batches)",
+    "CompressWeightsMode": 'qsdk.weight_only("int4", block_size=32)',
+    "TargetDevice": 'qsdk.w8a8().for_dialect("openvino")',
+    "AdvancedQuantizationParameters": _CONFIG,
+    "AdvancedSmoothQuantParameters": "qsdk.smooth_quant(sim, batches, alpha=0.5)",
+    "AdvancedBiasCorrectionParameters": "qsdk.correct_bias(sim, batches)",
+    "compute_quantization_mse": "qsdk.sensitivity(sim, batches)",
+    "enable_quantizer": 'qsdk.w8a8().override("head", weight="int8"): a rule that comes later wins',
     "quantize_with_accuracy_control": "qsdk.autoquant(model, example, batches, metric, max_drop=0.01)",
     "compress_weights": "qsdk.quantize(model, example, qsdk.weight_only())",
     "IgnoredScope": 'qsdk.w8a8().skip("layer1.*")',
@@ -143,9 +171,31 @@ _OTHERS = {
 
 #: the functions of the face whose first argument is a sim
 TAKE_A_SIM = frozenset(
-    """calibrate seq_mse tune_blocks tune_ranges adaround gptq correct_bias reestimate_batch_norm equalize smooth_quant
-    awq rotate export check_parity load_encodings mixed_precision advise report sensitivity observing distill_loss
-    save_encodings save""".split()
+    [
+        "calibrate",
+        "seq_mse",
+        "tune_blocks",
+        "tune_ranges",
+        "adaround",
+        "gptq",
+        "correct_bias",
+        "reestimate_batch_norm",
+        "equalize",
+        "smooth_quant",
+        "awq",
+        "rotate",
+        "export",
+        "check_parity",
+        "load_encodings",
+        "mixed_precision",
+        "advise",
+        "report",
+        "sensitivity",
+        "observing",
+        "distill_loss",
+        "save_encodings",
+        "save",
+    ]
 )
 
 #: a name of AIMET, torch, onnxruntime.quantization, Brevitas, NNCF or ModelOpt -> what to write instead

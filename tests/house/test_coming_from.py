@@ -22,14 +22,20 @@ AIMET = """
     flip_layers_to_higher_precision fold_all_batch_norms fold_all_batch_norms_to_scale fold_all_batch_norms_to_weight
     reestimate_bn_stats equalize_model CrossLayerScaling HighBiasFold QuantAnalyzer analyze_per_layer_sensitivity
     visualize_stats LayerOutputUtil set_blockwise_quantization_for_weights set_lpbq_for_params
-    set_grouped_blockwise_quantization_for_weights AutoQuant
+    set_grouped_blockwise_quantization_for_weights AutoQuant QuantSimConfigurator _torch.encodings
 """
 OTHERS = {
-    "torchao": "prepare_pt2e convert_pt2e prepare_qat_pt2e convert_qat prepare_fx XNNPACKQuantizer quantize_",
-    "onnxruntime": "quantize_static quantize_dynamic CalibrationDataReader QuantFormat quant_pre_process",
-    "brevitas": "QuantConv2d calibration_mode export_onnx_qcdq gptq_mode",
-    "nncf": "nncf.quantize quantize_with_accuracy_control compress_weights IgnoredScope",
-    "modelopt": "mtq.quantize auto_quantize INT8_DEFAULT_CFG disable_quantizer",
+    "torchao": """prepare_pt2e convert_pt2e prepare_qat_pt2e convert_qat prepare_fx XNNPACKQuantizer quantize_ QATConfig
+        Int8DynamicActivationInt4WeightConfig IntxWeightOnlyConfig torchao.quantization.pt2e
+        torch.ao.quantization.quantize_pt2e""",
+    "onnxruntime": """quantize_static quantize_dynamic CalibrationDataReader QuantFormat quant_pre_process QuantizeBias
+        DedicatedQDQPair AddQDQPairToWeight CalibMovingAverage CalibTensorRangeSymmetric MinimumRealRange""",
+    "brevitas": """QuantConv2d calibration_mode export_onnx_qcdq gptq_mode Int8WeightPerTensorFloat QuantTensor
+        Uint8ActPerTensorFloat Int32Bias TruncAvgPool2d""",
+    "nncf": """nncf.quantize quantize_with_accuracy_control compress_weights IgnoredScope CompressWeightsMode
+        AdvancedQuantizationParameters TargetDevice batch_norm_adaptation nncf.prune""",
+    "modelopt": """mtq.quantize auto_quantize INT8_DEFAULT_CFG disable_quantizer enable_quantizer FP8_KV_CFG
+        INT8_WEIGHT_ONLY_CFG compute_quantization_mse mtq.compress""",
 }
 
 

@@ -38,7 +38,9 @@ def test_a_name_in_another_spelling_is_recognised():
         _ = qsdk.SeqMSE
     with pytest.raises(AttributeError, match=r"no attribute 'observin'; did you mean qsdk\.observing\?"):
         _ = qsdk.observin
-    with pytest.raises(AttributeError, match=r"^module 'qsdk' has no attribute 'nothing'; help\(qsdk\) lists its names"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'qsdk' has no attribute 'nothing'; help\(qsdk\) lists its names"
+    ):
         _ = qsdk.nothing
 
 
