@@ -22,10 +22,12 @@ from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.model_io import source_name
-from onnx_backend.proto.nodes import attributes, is_mark
+from onnx_backend.proto.nodes import attributes, is_mark, metadata
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
+from onnx_backend.qdq.read import LITERAL_KEY
+from onnx_backend.runtime.session import with_float_weights
 from onnx_backend.sim import OnnxSim
 from onnx_backend.validation.validate import require_valid
 from qsdk.core.config.config import QuantConfig
@@ -106,6 +108,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     lost = put_back_activations(opened, sites_of_ours(source))
     found = with_flags(normal, opened.encodings)
     plain, tensors = _unmarked(opened)
+    lost += _as_floats(plain)
     model, graph, notes = open_unplanned(plain, config, example, fold_batch_norm=False)
     graph = _with_names_of_the_file(graph, tensors)
     encodings = {site: replace(encoding, frozen=True) for site, encoding in found.items()}
@@ -119,6 +122,15 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     state = SimState(None, plan, owned_encodings(plan, encodings))
     notes = replace(notes, remarks=(*notes.remarks, remark, *lost))
     return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes)
+
+
+def _as_floats(model: ModelProto) -> tuple[str, ...]:
+    """Replace int32 codes that no float32 stands for by the floats that a session makes of them; return a remark."""
+    kept = [node.output[0] for node in model.graph.node if LITERAL_KEY in metadata(node)]
+    if not kept:
+        return ()
+    with_float_weights(model)
+    return (f"int32 codes that no float32 stands for, taken as the floats that the runtime reads: {', '.join(kept)}",)
 
 
 @dataclass(frozen=True)

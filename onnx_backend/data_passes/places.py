@@ -7,6 +7,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.data_passes.place_names import names_of_tensors
+from onnx_backend.opening.stored_encodings import UNMARKED
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, input_names
 from onnx_backend.proto.nodes import metadata
@@ -116,18 +117,18 @@ def _of_pair(pair: QdqPair, noise: float, found: _Found, read: Sequence[str]) ->
 
 def _facts(node: NodeProto, name: str, noise: float, found: _Found) -> Place:
     codes = name.endswith(_CODES)
-    shown = name.removesuffix(_CODES)
+    shown = name.removesuffix(_CODES).removesuffix(UNMARKED)
     facts = metadata(node) if node.op_type == "Cast" and node.name.endswith("/cast_back") else {}
     site = facts.get("qsdk.site", "")
     site = shown if codes else site
     module, op = owner_names(site)
     return Place(
-        shown if codes else site or name,
+        shown if codes else site or shown,
         site=site,
         modules=(*module, *found.modules.get(name, ())),
         ops=(*op, *found.ops.get(name, ())),
         view=node.op_type in NOT_COUNTED,
-        values=(name, *((node.name,) if node.name and len(node.output) == 1 else ())),
+        values=(shown, *((node.name,) if node.name and len(node.output) == 1 else ())),
         weight_noise=noise,
         epsilon=_NARROW.get(facts.get("qsdk.dtype", ""), 0.0),
         codes=codes,

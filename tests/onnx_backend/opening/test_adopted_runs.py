@@ -4,7 +4,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from foreign_models import by_onnxruntime
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
 from qdq_models import make_model, mlp
 
@@ -101,3 +101,26 @@ def test_the_int32_bias_of_a_norm_is_adopted_as_the_file_has_it(activation, tmp_
     assert row["reason"].startswith("as the file says")
     qsdk.export(sim, tmp_path / "ours.onnx")
     assert qsdk.check_parity(sim, tmp_path / "ours.onnx", [X], progress=False).summary["passed"]
+
+
+@pytest.mark.parametrize("activation", ["QUInt16", "QInt16"])
+def test_codes_of_a_bias_beyond_float32_are_adopted_as_the_floats_of_the_runtime(activation, tmp_path):
+    stored = {"w": RNG.normal(size=(16, 6)) * 0.01, "b": RNG.normal(size=6)}
+    stored = {name: value.astype(np.float32) for name, value in stored.items()}
+    model = make_model([node("Gemm", ["x", "w", "b"], ["y"], "fc")], {"x": ["n", 16]}, {"y": ["n", 6]}, stored)
+    kinds = {"activation_type": getattr(QuantType, activation), "weight_type": QuantType.QInt8}
+    theirs = by_onnxruntime(model, (8, 16), tmp_path, per_channel=True, **kinds)
+    codes = next(numpy_helper.to_array(t) for t in theirs.graph.initializer if t.name == "b_quantized")
+    assert (codes.astype(np.float32).astype(np.int64) != codes).any()
+    sim = qsdk.quantize(theirs, None, "w8a8")
+    np.testing.assert_array_equal(sim.run(X)[0], as_written(theirs)[0])
+    assert "taken as the floats that the runtime reads: b" in sim.coverage().summary["opened"]
+
+
+def test_compare_names_tensors_of_our_files_as_the_float_file_does(tmp_path):
+    sim = qsdk.quantize(mlp(), None, "w8a8")
+    qsdk.calibrate(sim, [X[:, :6]], progress=False)
+    qsdk.export(sim, tmp_path / "ours.onnx")
+    rows = qsdk.compare(mlp(), tmp_path / "ours.onnx", [X[:, :6]], progress=False).rows
+    assert rows
+    assert [row["other"] for row in rows if "unmarked" in row["other"]] == []
