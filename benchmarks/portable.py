@@ -22,7 +22,7 @@ import onnxruntime as ort
 import qsdk
 
 sys.path.insert(0, str(Path(__file__).parent))
-from integer_metrics import NETWORKS
+from integer_metrics import NETWORKS, w8a8_in
 
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 from every_runtime import onnxruntime, openvino
@@ -79,7 +79,7 @@ def differing(run: Callable[[onnx.ModelProto, Feeds], list[np.ndarray]], model: 
 
 
 def measured(name: str, folder: Path) -> dict[str, object]:
-    case = NETWORKS[name](folder)
+    case = NETWORKS[name](w8a8_in(folder))
     given = [{key: value[:MOST] for key, value in feeds.items()} for feeds in case.feeds[:BATCHES]]
     sizes = {key: value.shape for key, value in given[0].items()}
     models, reports = {}, {}

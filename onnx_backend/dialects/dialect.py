@@ -24,6 +24,7 @@ class Writing:
             runtime removes the pair, and with it the bounds.
         fixed_sizes: the runtime compiles for one size of every input.
         written_out: operators that the runtime computes wrong, written by their definition in the standard.
+        off_codes: operators that the runtime would compute wrong on codes have a node in front that keeps it from that.
         quantized_numbers: a number beside a quantized activation is written as one code and a scale.
     """
 
@@ -32,6 +33,7 @@ class Writing:
     clipped: frozenset[str] = frozenset()
     fixed_sizes: bool = False
     written_out: frozenset[str] = frozenset()
+    off_codes: bool = False
     quantized_numbers: bool = False
 
 
@@ -40,7 +42,7 @@ WRITING: Mapping[str, Writing] = MappingProxyType(
     {
         "onnxruntime": Writing(for_onnxruntime=True),
         "onnx": Writing(),
-        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), written_out=_GROUPS),
+        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), written_out=_GROUPS, off_codes=True),
         "qnn": Writing(explicit=True, fixed_sizes=True, written_out=_GROUPS, quantized_numbers=True),
         "tensorrt": Writing(explicit=True),
     }

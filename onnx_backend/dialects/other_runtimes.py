@@ -47,12 +47,15 @@ class RuntimeTable:
         refused: dtype of an activation -> readers (as `Readers.label` names them) that do not run on it.
         off: dtype of an activation -> readers that are more than one step off.
         wrong: ops that are wrong in floats too, wherever they stand.
+        shifts: types of integers that it shifts wrong: `uint64` where 64 bits are computed in 32, `uint32` from 2**31
+            on. The integer-only files of `to_integer` consist of such shifts, but for those of the portable target.
     """
 
     title: str
     refused: Mapping[str, frozenset[str]]
     off: Mapping[str, Mapping[str, Fault]]
     wrong: frozenset[str] = frozenset()
+    shifts: frozenset[str] = frozenset()
 
     def fault(self, dtype: str, label: str) -> Fault | None:
         """Return what is wrong with a reader of an activation of a probed dtype, or None."""
@@ -108,6 +111,7 @@ OPENVINO = RuntimeTable(
         "uint4": _off(5, "input", _labels("Gemm MatMul", "int8, uint8")) | _off(14, "anywhere", _GROUPS),
     },
     _GROUPS,
+    shifts=frozenset({"uint32", "uint64"}),
 )
 
 QNN = RuntimeTable(
@@ -147,6 +151,7 @@ QNN = RuntimeTable(
         },
     },
     _GROUPS,
+    shifts=frozenset({"uint32"}),
 )
 
 TABLES: Mapping[str, RuntimeTable] = {"openvino": OPENVINO, "qnn": QNN}

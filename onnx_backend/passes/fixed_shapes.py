@@ -92,6 +92,8 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]], *
                 dim.ClearField("dim_param")  # one without a size is inferred again, as is one of several
                 if len(known) == 1:
                     dim.dim_value = next(iter(known))
+            elif dim.dim_value < 0:  # some exporters write -1 for an open axis
+                dim.ClearField("dim_value")
     return fixed
 
 

@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
 from onnx_backend.dialects.onnxruntime_table import NARROW, is_wrong
 from onnx_backend.dialects.readers import Readers, type_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
-from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
+from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
 from qsdk.core.graph.op_facts import LINEAR, VIEWS
 
@@ -47,6 +48,28 @@ def insert_barriers(model: ModelProto, large: Mapping[str, LargeTensor] | None =
         large: the stored tensors that the model has only stubs of, by name.
     """
     _BarrierInserter(model, large or {}).insert()
+
+
+def keep_off_codes(model: ModelProto) -> None:
+    """Insert a Max with minus infinity in front of what OpenVINO would compute wrong on codes, in place.
+
+    It changes no value, and the runtime neither removes it nor computes it on codes.
+    """
+    known, taken, nodes = Readers(model.graph), names_in(model.graph), []
+    for node in model.graph.node:
+        pair = pair_before(node, known) if is_wrong_on_codes(node, known) else None
+        if pair is not None:
+            scale, tensor = known.stored.get(pair.input[1]), node.input[0]
+            code = TensorProto.FLOAT if scale is None else scale.data_type
+            lowest, name = unique(f"{tensor}/lowest", taken), unique(f"{tensor}/apart", taken)
+            smallest = np.asarray(-np.inf).astype(helper.tensor_dtype_to_np_dtype(code))
+            model.graph.initializer.append(numpy_helper.from_array(smallest, lowest))
+            barrier = helper.make_node("Max", [tensor, lowest], [name], name)
+            set_metadata(barrier, copy_of=tensor)
+            node.input[0] = name
+            nodes.append(barrier)
+        nodes.append(node)
+    replace_nodes(model.graph, nodes)
 
 
 class _BarrierInserter:

@@ -15,7 +15,7 @@ from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metadata, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
-from onnx_backend.qdq.fusion_barriers import insert_barriers
+from onnx_backend.qdq.fusion_barriers import insert_barriers, keep_off_codes
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
@@ -115,6 +115,8 @@ def lower(
     if writing_of(dialect).quantized_numbers:
         quantize_scalars(model)
     model = written_out(model, writing_of(dialect).written_out)
+    if writing_of(dialect).off_codes:
+        keep_off_codes(model)
     if opset < OPSET:
         model = at_older_opset(model, opset)
     return LoweredModel(model, large, lowering.rows)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
+from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
 from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, RuntimeTable
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
@@ -44,6 +45,11 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             yield error(
                 node_label(node), "dialect", problem, f'export with dialect="{dialect}", which writes it by other ops'
             )
+        if writing.off_codes and is_wrong_on_codes(node, known) and pair_before(node, known) is not None:
+            problem = f"the runtime computes {node.op_type} on codes, wrong for some sizes and forms of pairs"
+            yield error(node_label(node), "dialect", problem, f'export with dialect="{dialect}", which keeps it apart')
+        if dialect in TABLES and node.op_type == "BitShift":
+            yield from _wrong_shift(node, known, TABLES[dialect])
         if not is_quantizer(node):
             continue
         if writing.explicit:
@@ -54,6 +60,20 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             yield from _unclipped(node, known)
         if dialect in TABLES and node.op_type == "DequantizeLinear":
             yield from _wrong_readers(node, known, TABLES[dialect])
+
+
+def _wrong_shift(node: NodeProto, known: Readers, table: RuntimeTable) -> Iterator[Finding]:
+    """Yield a shift of integers of 64 bits that are computed in 32, and one that is right below 2**31 alone."""
+    dtype = known.integer(node)
+    if dtype not in table.shifts:
+        return
+    remedy = 'write integer-only files with to_integer(target="portable")'
+    if dtype == "uint64":
+        problem = f"{table.title} computes integers of 64 bits in 32, and gives other codes without a word"
+        yield error(node_label(node), "dialect", problem, remedy)
+    else:
+        problem = f"{table.title} computes integers of 32 bits without sign wrong from 2**31 on (measured)"
+        yield warning(node_label(node), "dialect", problem, remedy)
 
 
 def _without_zero_point(node: NodeProto, dialect: str) -> Iterator[Finding]:

@@ -266,6 +266,25 @@ def test_evaluate_takes_float_quantized_and_integer_files_side_by_side(at: Path,
         assert found["rows"][0]["top1"] > 0.7
 
 
+@pytest.mark.parametrize(("runtime", "package"), [("openvino", "openvino"), ("qnn", "onnxruntime_qnn")])
+def test_evaluate_runs_files_in_another_runtime(at: Path, capsys, runtime: str, package: str):
+    pytest.importorskip(package, reason=f"{package} has no wheel for this system")
+    given = ("--data", "arrays.npz", "--labels", "right.npy")
+    size = ("--shape", "x=4,3,8,8") if runtime == "qnn" else ()
+    said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "arrays.npz", "--dialect", runtime, *size)
+    here = document(capsys, "evaluate", at / "m.onnx", *given, "--against", "float.onnx", "--runtime", runtime)
+    assert (here["summary"]["runtime"], here["summary"]["against"]) == (runtime, 1.0)
+    usual = document(capsys, "evaluate", at / "m.onnx", *given)
+    assert here["rows"][0]["top1"] == pytest.approx(usual["rows"][0]["top1"], abs=0.05)
+    assert "misread" not in here["rows"][0]
+
+    said(capsys, "quantize", "float.onnx", at / "plain.onnx", "--data", "arrays.npz", "--config", "w8a8")
+    said(capsys, "to-integer", at / "plain.onnx", at / "integers.onnx")
+    wrong = at / ("integers.onnx" if runtime == "openvino" else "plain.onnx")
+    row = document(capsys, "evaluate", wrong, *given, "--runtime", runtime)["rows"][0]
+    assert f"errors of qsdk validate {wrong} --dialect {runtime}" in row["misread"]
+
+
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("data", ["arrays.npz", "pictures"])
 def test_evaluate_says_how_to_score_a_file_that_takes_codes(at: Path, capsys, data: str):

@@ -14,7 +14,7 @@ NETWORKS = {"demo": 10_000, "ocr_direction": 1_600, "silero_vad": 1_920}
 def test_a_network_is_worth_the_same_on_integers(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     benchmark = importlib.import_module("integer_metrics")
-    row = benchmark.measured(benchmark.NETWORKS[name](tmp_path), tmp_path)
+    row = benchmark.measured(benchmark.NETWORKS[name](benchmark.w8a8_in(tmp_path)), tmp_path)
     assert row["decisions"] == NETWORKS[name]
     assert min(row["float"], row["qdq"]) >= 80  # a network that guesses would be worth the same in every form
     for form in benchmark.FORMS:

@@ -11,13 +11,18 @@ def add_evaluate(commands: Any) -> None:
     evaluate = add_command(
         commands,
         "evaluate",
-        "score a model in ONNX Runtime: top-1 and top-5 on labels, or a metric of your own",
+        "score a model in a runtime: top-1 and top-5 on labels, or a metric of your own",
         "qsdk evaluate model.onnx --data pictures --labels folder-names --against float.onnx",
     )
     evaluate.add_argument("model", help="an ONNX file: float, Q/DQ or integer-only (with float edges)")
     add_data(evaluate)
     add_metric(evaluate)
     evaluate.add_argument("--against", metavar="FILE", help="a model to score beside it, such as the float one")
+    evaluate.add_argument(
+        "--runtime",
+        choices=("onnxruntime", "openvino", "qnn"),
+        help="run the files there as an application would (default: onnxruntime, on its CPU)",
+    )
     evaluate.set_defaults(run="qsdk.commands.scores.evaluate:run")
 
 

@@ -1,6 +1,7 @@
-"""`qsdk evaluate`: how good a file is, float, with Q/DQ or integer-only, in ONNX Runtime."""
+"""`qsdk evaluate`: how good a file is, float, with Q/DQ or integer-only, in ONNX Runtime or another runtime."""
 
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,15 +9,19 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnx_backend.other_runtimes.choose import open_in
+from onnx_backend.other_runtimes.qnn_runner import QnnRunner
+from onnx_backend.other_runtimes.runner import Runner
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtime.compare_runs import unloadable_message
-from onnx_backend.runtime.feeds import as_feeds, run_session
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, run_session
 from onnx_backend.runtime.session_input import session_of
+from onnx_backend.validation.validate import validate
 from qsdk.commands.batches import batches_of_options, source_in_words
 from qsdk.commands.printing import show
-from qsdk.commands.scores.metric import scorer_of_options
+from qsdk.commands.scores.metric import Scorer, scorer_of_options
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError, QsdkError
 from qsdk.core.report import Report
 
@@ -26,7 +31,7 @@ def run(options: Namespace) -> int:
 
     Raises:
         ConfigError: neither labels nor a metric are given.
-        ModelError: a file takes or gives codes.
+        ModelError: a file takes or gives codes, or the runtime cannot compile or run it.
     """
     batches = batches_of_options(options, inputs_of(load(options.model)))
     scorer = scorer_of_options(options, batches)
@@ -34,10 +39,14 @@ def run(options: Namespace) -> int:
         raise ConfigError("nothing to score by: give --labels FILE, or --metric FILE.py:function")
     rows: list[dict[str, Any]] = []
     for path in filter(None, (options.model, options.against)):
-        rows.append({"model": path, **scorer.scores(partial(_run, _session(path)))})
+        if options.runtime in (None, "onnxruntime"):
+            rows.append({"model": path, **scorer.scores(partial(_run, _session(path)))})
+        else:
+            rows.append({"model": path, **_scores_in(options.runtime, path, scorer)})
     name = next(iter(scorer.functions))
     summary = {"metric": name, name: rows[0][name], "data": source_in_words(options, batches)}
     summary |= {"classes": scorer.classes} if scorer.classes else {}
+    summary |= {"runtime": options.runtime} if options.runtime else {}
     if options.against:
         summary |= {"against": rows[1][name], "drop": rows[1][name] - rows[0][name]}
     show(Report("Scores", rows, summary), as_json=options.json)
@@ -56,6 +65,26 @@ def _session(path: str) -> ort.InferenceSession:
         raise
     except Exception as error:  # the runtime's own exception types are private
         raise FileFormatError(unloadable_message(path, error)) from error
+
+
+def _scores_in(runtime: str, path: str, scorer: Scorer) -> dict[str, Any]:
+    """Return the scores of a file in a runtime other than ONNX Runtime's CPU, and what it misreads or leaves out."""
+    model = load(path, whole=True)
+    _require_float_edges(model, path)
+    runner = open_in(runtime, model)
+    row: dict[str, Any] = scorer.scores(_in_runtime(runner, model))
+    errors = validate(model, dialect=runtime).summary["errors"]
+    if errors:
+        row["misread"] = f"{errors} errors of qsdk validate {path} --dialect {runtime}"
+    if isinstance(runner, QnnRunner) and runner.fell_back():
+        row["on_cpu"] = ", ".join(sorted({op_type for _, op_type in runner.fell_back()}))
+    return row
+
+
+def _in_runtime(runner: Runner, model: ModelProto) -> Callable[[Any], Sequence[Any]]:
+    stored = {tensor.name for tensor in model.graph.initializer}
+    inputs = [DeclaredInput(value) for value in model.graph.input if value.name not in stored]
+    return lambda batch: runner.run(as_feeds(batch, inputs, "the batch"))
 
 
 def _require_float_edges(model: ModelProto, path: str) -> None:

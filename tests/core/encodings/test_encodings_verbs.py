@@ -303,3 +303,24 @@ def test_entries_that_fit_nothing_are_listed_and_leave_the_sim_as_it_was(door, t
 
 def test_the_verbs_are_on_the_face():
     assert qsdk.convert_encodings is convert_encodings
+
+
+def test_the_encodings_for_qairt_are_those_of_the_file_for_the_htp_under_the_names_of_the_float_file(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), seeded(4, 3, 8, 8)
+    torch.onnx.export(model, (x,), tmp_path / "float.onnx", dynamo=True, verbose=False)
+    sim = quantize(model, x, w8a8().for_dialect("qnn"))
+    calibrate(sim, [x], progress=False)
+    export(sim, tmp_path / "m.onnx", dialect="qnn")
+    save_encodings(sim, tmp_path / "float.encodings", version="1.0.0", model=tmp_path / "float.onnx")
+    written = json.loads((tmp_path / "float.encodings").read_text())
+    graph = onnx.load(tmp_path / "float.onnx").graph
+    tensors = {name for node in graph.node for name in (*node.input, *node.output)}
+    named = [entry["name"] for part in ("activation_encodings", "param_encodings") for entry in written[part]]
+    assert len(named) == len(sim.encodings)
+    assert set(named) <= tensors
+    read = []
+    for source, options in (("float.encodings", {"model": tmp_path / "float.onnx"}), ("m.onnx", {})):
+        read.append(quantize(model, x, w8a8().for_dialect("qnn")))
+        load_encodings(read[-1], tmp_path / source, **options)
+    assert read[0].encodings == read[1].encodings == sim.encodings

@@ -59,6 +59,51 @@ def test_the_ops_that_are_known_are_those_that_were_measured():
     assert {label.partition("/")[0].removesuffix(">").split()[0] for label in ALL_LABELS} == PROBED
 
 
+def shifted(dtype: str) -> ModelProto:
+    """Integers moved to the upper end of a type and back, all but one bit, as integer-only files do."""
+    np_dtype, bits = np.dtype(dtype), np.iinfo(dtype).bits
+    kind = helper.np_dtype_to_tensor_dtype(np_dtype)
+    values = [helper.make_tensor_value_info(name, TensorProto.INT32, [None]) for name in ("x", "y")]
+    numbers = {"factor": 1 << (bits - 4), "by": bits - 5}
+    stored = [numpy_helper.from_array(np.array(value, np_dtype), name) for name, value in numbers.items()]
+    nodes = [
+        helper.make_node("Cast", ["x"], ["raised"], to=kind),
+        helper.make_node("Mul", ["raised", "factor"], ["product"]),
+        helper.make_node("BitShift", ["product", "by"], ["quotient"], "shift", direction="RIGHT"),
+        helper.make_node("Cast", ["quotient"], ["y"], to=TensorProto.INT32),
+    ]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("runtime", TABLES)
+def test_integers_that_the_runtime_shifts_wrong_are_named(runtime):
+    table, codes = table_of(runtime), np.arange(16, dtype=np.int32)
+    types = ("uint8", "uint16", "uint32", "uint64")
+    right = {dtype: (open_in(runtime, shifted(dtype)).run({"x": codes})[0] == 2 * codes).all() for dtype in types}
+    assert {dtype for dtype in types if not right[dtype]} == table.shifts
+    for dtype in types:
+        found = [row for row in validate(shifted(dtype), dialect=runtime).rows if row["node"] == "shift"]
+        severity = {"uint64": ["error"], "uint32": ["warning"]}[dtype] if dtype in table.shifts else []
+        assert [row["severity"] for row in found] == severity
+        assert all('to_integer(target="portable")' in row["remedy"] for row in found)
+
+
+@pytest.mark.parametrize("target", ["standard", "portable"])
+def test_an_integer_only_file_is_right_on_openvino_or_refused(tmp_path, target):
+    table_of("openvino")
+    torch.manual_seed(0)
+    x = torch.randn(32, 8)
+    sim = qsdk.quantize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), x, qsdk.w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    qsdk.to_integer(tmp_path / "m.onnx", tmp_path / "i.onnx", target=target, progress=False)
+    model = onnx.load(tmp_path / "i.onnx")
+    wanted, got = (open_in(runtime, model).run({"input": x.numpy()})[0] for runtime in ("onnxruntime", "openvino"))
+    refused, is_wrong = validate(model, dialect="openvino").summary["errors"] > 0, np.abs(wanted - got).max() > 0.1
+    assert refused == is_wrong == (target == "standard")
+
+
 def grouped() -> ModelProto:
     """A GroupNormalization in floats."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4, 6, 6]) for name in ("x", "y")]

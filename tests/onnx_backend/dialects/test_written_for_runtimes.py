@@ -198,6 +198,22 @@ def test_a_batch_of_another_size_than_the_file_is_refused(tmp_path):
     assert note.startswith("the model takes 'images' of the size (4, 1, 28, 28), and the batch has (8, 1")
 
 
+def test_an_open_axis_that_is_written_as_minus_one_takes_the_size_that_is_given(tmp_path):
+    info = onnx.helper.make_tensor_value_info
+    values = info("x", 1, [-1, 3, 8, 8]), info("y", 1, [-1, 2, 8, 8])
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(2, 3, 1, 1)).astype(np.float32), "w")
+    nodes = [onnx.helper.make_node("Conv", ["x", "w"], ["y"])]
+    graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], [weight])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    batch = {"x": np.random.default_rng(1).normal(size=(4, 3, 8, 8)).astype(np.float32)}
+    sim = qsdk.quantize(model, None, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [batch], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn", shapes={"x": (4, 3, 8, 8)})
+    (output,) = onnx.load(tmp_path / "m.onnx").graph.output
+    assert [dim.dim_value for dim in output.type.tensor_type.shape.dim] in ([0, 2, 8, 8], [4, 2, 8, 8])
+    assert qsdk.check_parity(sim, tmp_path / "m.onnx", [batch], progress=False).summary["passed"]
+
+
 def detector_head() -> ModelProto:
     """Anchors that follow from the size of the input alone, and a division by a number, as YOLOv8 decodes boxes."""
     node = onnx.helper.make_node

@@ -1,0 +1,137 @@
+"""What OpenVINO computes wrong on codes is known by its form, refused in other files, and right in its dialect."""
+
+import itertools
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+import qsdk
+from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
+from onnx_backend.dialects.readers import Readers
+from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
+from onnx_backend.parity.teacher import RunOn
+from onnx_backend.qdq.fusion_barriers import keep_off_codes
+from onnx_backend.validation.validate import validate
+
+pytest.importorskip("openvino", reason="OpenVINO has no wheel for this system")
+SCALES = {"own": (0.034, 88), "r": (0.2, 33)}
+SHIFT = 1.5
+#: op, size of the input, attributes, the second operand -> whether OpenVINO goes wrong
+CASES = {
+    "a sum": ("ReduceSum", (2, 3, 8, 16), {}, [3], True),
+    "a sum of tokens": ("ReduceSum", (4, 6, 16), {}, [1], True),
+    "a mean of tokens": ("ReduceMean", (4, 6, 16), {"keepdims": 0}, [1], True),
+    "a mean of an image": ("ReduceMean", (2, 3, 8, 16), {}, [2, 3], False),
+    "a pool that counts its padding": (
+        "AveragePool",
+        (2, 3, 8, 8),
+        {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1},
+        None,
+        True,
+    ),
+    "a pool without padding": (
+        "AveragePool",
+        (2, 3, 8, 8),
+        {"kernel_shape": [3, 3], "pads": [0, 0, 0, 0], "count_include_pad": 1},
+        None,
+        False,
+    ),
+    "padding of an image": ("Pad", (2, 3, 8, 8), {}, [0, 0, 1, 1, 0, 0, 1, 1], False),
+}
+
+
+def quantized(name: str, *, behind_op: bool, quantized_result: bool) -> ModelProto:
+    """One op behind a quantized input, or a quantized Add, as most ops stand in a network."""
+    op, shape, attributes, operand, _ = CASES[name]
+    stored = [numpy_helper.from_array(np.float32(SHIFT), "shift")]
+    stored += [numpy_helper.from_array(np.int64(operand), "operand")] if operand else []
+    nodes = []
+
+    for key, (scale, zero) in SCALES.items():
+        stored.append(numpy_helper.from_array(np.float32(scale), f"{key}_scale"))
+        stored.append(numpy_helper.from_array(np.uint8(zero), f"{key}_zero"))
+
+    def pair(tensor: str) -> str:
+        key = "r" if tensor == "r" else "own"  # some exporters share the constants of pairs
+        facts = [f"{key}_scale", f"{key}_zero"]
+        nodes.append(helper.make_node("QuantizeLinear", [tensor, *facts], [f"{tensor}_q"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{tensor}_q", *facts], [f"{tensor}_d"]))
+        return f"{tensor}_d"
+
+    source = pair("x")
+    if behind_op:
+        nodes.append(helper.make_node("Add", [source, "shift"], ["p"]))
+        source = pair("p")
+    inputs = [source, *(["operand"] if operand else [])]
+    nodes.append(helper.make_node(op, inputs, ["r"], "it", **attributes))
+    result = pair("r") if quantized_result else "r"
+    ranks = {"x": len(shape), result: len(shape) - (attributes.get("keepdims") == 0)}
+    edges = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [None] * rank) for n, rank in ranks.items()]
+    graph = helper.make_graph(nodes, "g", edges[:1], edges[1:], stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def is_right(model: ModelProto, feeds: dict[str, np.ndarray]) -> bool:
+    """Whether OpenVINO gives what the simulation does, at these sizes and at open ones, but for a step at a tie."""
+    (wanted,) = RunOn().open(model).run(feeds)
+    try:
+        found = [OpenVinoRunner(model, fixed_sizes=fixed).run(feeds)[0] for fixed in (True, False)]
+    except qsdk.QsdkError:
+        return False
+    return all(np.abs(got - wanted).max() <= 1.01 * SCALES["r"][0] for got in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_goes_wrong_on_codes_is_known_refused_and_right_when_it_is_kept_off_them(name):
+    shape, is_wrong = CASES[name][1], CASES[name][-1]
+    feeds = {"x": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+    forms = list(itertools.product((False, True), repeat=2))
+    models = [quantized(name, behind_op=behind, quantized_result=result) for behind, result in forms]
+    assert all(is_right(model, feeds) for model in models) != is_wrong
+    for model in models:
+        known = Readers(model.graph)
+        (node,) = [node for node in model.graph.node if node.name == "it"]
+        assert pair_before(node, known).output[0] in ("x_d", "p_d")
+        assert is_wrong_on_codes(node, known) == is_wrong
+        refused = [row["node"] for row in validate(model, dialect="openvino").rows if row["severity"] == "error"]
+        assert refused == (["it"] if is_wrong else [])
+        keep_off_codes(model)
+        assert is_right(model, feeds)
+        assert validate(model, dialect="openvino").summary["errors"] == 0
+
+
+class Pooled(nn.Module):
+    """Tokens averaged over a mask, as sentence encoders do, and over a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.window = nn.Linear(16, 16), nn.AvgPool1d(3, 1, padding=1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = torch.relu(self.layer(x))
+        kept = mask.unsqueeze(-1).to(tokens.dtype)
+        return (tokens * kept).sum(1) / kept.sum(1), self.window(tokens), tokens.mean(1)
+
+
+def test_pooled_tokens_are_the_simulated_ones_and_the_file_opens_with_its_encodings(tmp_path):
+    torch.manual_seed(0)
+    x, mask = torch.randn(4, 6, 16), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]] * 2)
+    sim = qsdk.quantize(Pooled(), (x, mask), qsdk.w8a8().override("*", weight="int7"))
+    qsdk.calibrate(sim, [(x, mask)], progress=False)
+    path = tmp_path / "m.onnx"
+    qsdk.export(sim, path, dialect="openvino")
+    for runtime in (None, "openvino"):
+        report = qsdk.check_parity(sim, path, [(x, mask)], runtime=runtime, progress=False)
+        assert report.summary["passed"], str(report)
+        assert report.summary["activations_max_lsb"] <= 1
+    again = qsdk.quantize(path, None, None)
+    assert again.encodings == sim.encodings
+    qsdk.export(again, tmp_path / "again.onnx", dialect="openvino")
+    kinds = [[node.op_type for node in onnx.load(tmp_path / name).graph.node] for name in ("m.onnx", "again.onnx")]
+    assert kinds[0].count("Max") == kinds[1].count("Max") > 0
+    qsdk.export(sim, path)
+    assert qsdk.validate(path, dialect="openvino").summary["errors"] > 0
