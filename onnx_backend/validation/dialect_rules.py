@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
-from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
+from onnx_backend.dialects.on_codes import RECURRENT, is_wrong_on_codes, pair_before
 from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, RuntimeTable
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
@@ -48,6 +48,10 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
         if writing.off_codes and is_wrong_on_codes(node, known) and pair_before(node, known) is not None:
             problem = f"the runtime computes {node.op_type} on codes, wrong for some sizes and forms of pairs"
             yield error(node_label(node), "dialect", problem, f'export with dialect="{dialect}", which keeps it apart')
+        if writing.off_codes and node.op_type in RECURRENT and pair_before(node, known) is not None:
+            problem = f"the runtime does not compile {node.op_type} behind 8 bits, or computes it wrong without a word"
+            remedy = 'give it and what it reads 16 bits, .override("its name", activation="uint16"), or leave it float'
+            yield error(node_label(node), "dialect", problem, remedy)
         if dialect in TABLES and node.op_type == "BitShift":
             yield from _wrong_shift(node, known, TABLES[dialect])
         if not is_quantizer(node):

@@ -307,7 +307,7 @@ def test_the_verbs_are_on_the_face():
 
 def test_the_encodings_for_qairt_are_those_of_the_file_for_the_htp_under_the_names_of_the_float_file(tmp_path):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), seeded(4, 3, 8, 8)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval(), seeded(4, 3, 8, 8)
     torch.onnx.export(model, (x,), tmp_path / "float.onnx", dynamo=True, verbose=False)
     sim = quantize(model, x, w8a8().for_dialect("qnn"))
     calibrate(sim, [x], progress=False)

@@ -135,3 +135,30 @@ def test_pooled_tokens_are_the_simulated_ones_and_the_file_opens_with_its_encodi
     assert kinds[0].count("Max") == kinds[1].count("Max") > 0
     qsdk.export(sim, path)
     assert qsdk.validate(path, dialect="openvino").summary["errors"] > 0
+
+
+class Recurrent(nn.Module):
+    """One recurrent layer."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer = kind(8, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_behind_8_bits_is_refused_and_right_behind_16(tmp_path, kind):
+    torch.manual_seed(0)
+    x, path = torch.randn(2, 6, 8), tmp_path / "m.onnx"
+    wide = qsdk.w8a8().override("x", activation="uint16").override("layer", activation="uint16")
+    for config in (qsdk.w8a8(), wide):
+        sim = qsdk.quantize(Recurrent(kind).eval(), x, config.for_dialect("openvino"))
+        qsdk.calibrate(sim, [x], progress=False)
+        if sim.encodings["x:input"].dtype.name == "uint8":
+            with pytest.raises(qsdk.ExportError, match=f'{kind.__name__} behind 8 bits.*activation="uint16"'):
+                qsdk.export(sim, path, dialect="openvino")
+            continue
+        qsdk.export(sim, path, dialect="openvino")
+        assert qsdk.check_parity(sim, path, [x], runtime="openvino", progress=False).summary["passed"]
