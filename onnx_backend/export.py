@@ -193,21 +193,19 @@ def _size_facts(lowered: ModelProto, written: Sequence[Path], encodings: Mapping
         written: the model file and its data file.
         encodings: of the quantized sites.
     """
-    size, total = sizes(lowered), sum(path.stat().st_size for path in written)
-    stored, as_float32 = size.summary["stored_bytes"], size.summary["as_float32_bytes"]
-    whole = total - stored + as_float32
-    remarks = [*wide_containers(encodings), *_what_dominates(size, total)]
-    facts: dict[str, Any] = {"bytes": total, "as_float32_bytes": whole, "ratio": total / whole}
-    return {**facts, **({"size_remarks": remarks} if remarks else {})}
+    size = sizes(lowered, sum(path.stat().st_size for path in written))
+    remarks = [*wide_containers(encodings), *_what_dominates(size)]
+    return {**size.summary, **({"size_remarks": remarks} if remarks else {})}
 
 
-def _what_dominates(size: Report, total: int) -> list[str]:
+def _what_dominates(size: Report) -> list[str]:
     """Return a remark on what takes most of a file without being weights that are quantized."""
     parts = {
         "float tensors": [row for row in size.rows if row["what"] == "other tensors" and "float" in row["dtype"]],
         "scales and zero points": [row for row in size.rows if row["what"] in ("scales", "zero points")],
     }
     taken = {name: sum(row["bytes"] for row in rows) for name, rows in parts.items()}
+    total = size.summary["bytes"]
     taken["the nodes and their names"] = total - size.summary["stored_bytes"]
     return [
         f"{name}: {taken[name]:,} of {total:,} bytes; fewer bits for weights make this file little smaller"

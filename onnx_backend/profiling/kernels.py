@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from qsdk.core.graph.op_facts import SHAPE_OPS
@@ -54,13 +55,29 @@ class Profile:
 
     Attributes:
         title: name and version of the runtime.
-        ms: of one run as an application waits for it, without the profiler.
+        runs: milliseconds of each run as an application waits for it, without the profiler.
         kernels: in the order in which they run.
     """
 
     title: str
-    ms: float
+    runs: tuple[float, ...]
     kernels: tuple[Kernel, ...]
+
+    @property
+    def ms(self) -> float:
+        """Return the median of the runs."""
+        return median(self.runs)
+
+    @property
+    def spread(self) -> float:
+        """Return by how much the runs differ: the range of the middle eight tenths of them, over their median."""
+        return (self.ends[1] - self.ends[0]) / self.ms if self.ms else 0.0
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return the milliseconds that a tenth of the runs stay below, and that a tenth take longer than."""
+        ordered, beyond = sorted(self.runs), len(self.runs) // 10
+        return ordered[beyond], ordered[-1 - beyond]
 
 
 def precision_of(

@@ -56,9 +56,9 @@ def profile_in_onnxruntime(
         for _ in range(_WARM_UP + repeats):
             run_session(session, feeds, "the given input")
         events = json.loads(Path(session.end_profiling()).read_bytes())
-        waits = [_seconds(session, feeds) for _ in range(repeats)]
+        waits = [1e3 * _seconds(session, feeds) for _ in range(repeats)]
         nodes = onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node
-    return Profile(title, 1e3 * median(waits), _kernels(nodes, _timed(events), repeats))
+    return Profile(title, tuple(waits), _kernels(nodes, _timed(events), repeats))
 
 
 def _options(folder: Path, threads: int | None) -> ort.SessionOptions:

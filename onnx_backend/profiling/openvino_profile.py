@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 import numpy.typing as npt
@@ -37,12 +36,12 @@ def profile_in_openvino(
     for _ in range(repeats):
         start = time.perf_counter()
         runner.run(feeds)
-        waits.append(time.perf_counter() - start)
+        waits.append(1e3 * (time.perf_counter() - start))
     after = _average_times(runner)
     runs = _WARM_UP + repeats
     times = {name: max(0.0, (runs * ms - _WARM_UP * before.get(name, 0.0)) / repeats) for name, ms in after.items()}
     layers = runner.compiled.get_runtime_model().get_ordered_ops()
-    return Profile(runner.title, 1e3 * median(waits), _kernels(layers, times, is_quantized(model)))
+    return Profile(runner.title, tuple(waits), _kernels(layers, times, is_quantized(model)))
 
 
 def _average_times(runner: OpenVinoRunner) -> dict[str, float]:

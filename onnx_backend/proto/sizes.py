@@ -1,21 +1,28 @@
 """The bytes of a quantized model by role: codes, scales, zero points and floats."""
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 from onnx import ModelProto, TensorProto
 
-from onnx_backend.proto.external_data import bytes_of
+from onnx_backend.proto.external_data import bytes_of, files_read
 from onnx_backend.proto.subgraphs import all_nodes
 from qsdk.core.report import Report
 
 
-def sizes(model: ModelProto) -> Report:
+def sizes(model: ModelProto, total: int) -> Report:
     """Add up the stored tensors by their role.
+
+    Args:
+        model: as stored.
+        total: the bytes of its file, with those of its data files.
 
     Returns:
         Rows `what` (codes, scales, zero points or float leftovers and their like), `dtype`, `tensors`, `bytes`; summary
-        `stored_bytes`, `as_float32_bytes` (the same weights as float32, without scales and zero points), `ratio`.
+        `bytes` (the total), `as_float32_bytes` (of the file with its codes as float32, without scales and zero points),
+        `ratio` (of the two) and `stored_bytes` (of the tensors alone).
     """
     role = _roles(model)
     found: dict[tuple[str, str], list[int]] = {}
@@ -32,9 +39,25 @@ def sizes(model: ModelProto) -> Report:
         for (kind, dtype), (count, size) in found.items()
     ]
     rows.sort(key=lambda row: -int(row["bytes"]))
-    total = sum(int(row["bytes"]) for row in rows)
-    summary = {"stored_bytes": total, "as_float32_bytes": as_float, "ratio": total / as_float if as_float else 1.0}
+    stored = sum(int(row["bytes"]) for row in rows)
+    whole = total - stored + as_float
+    summary = {"bytes": total, "as_float32_bytes": whole, "ratio": total / whole, "stored_bytes": stored}
     return Report("Sizes", rows, summary)
+
+
+def file_bytes(source: str | os.PathLike[str] | ModelProto, model: ModelProto) -> int:
+    """Return the bytes of a model's file and data files, or for a model in memory, of the file that it makes.
+
+    Args:
+        source: the path, or the model.
+        model: as loaded from the source.
+    """
+    held = files_read(model)
+    outside = sum(file.stat().st_size for file in held)
+    if isinstance(source, ModelProto):
+        return int(model.ByteSize()) + outside
+    inside = Path(source).stat().st_size
+    return inside + outside if held else max(inside, int(model.ByteSize()))  # small data files have been read into it
 
 
 def _roles(model: ModelProto) -> dict[str, str]:

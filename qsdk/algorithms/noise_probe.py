@@ -3,7 +3,8 @@
 To first order, a rounding error d at a site changes the outputs by J d, where J is the Jacobian of the outputs with
 respect to the site. For a vector v of random signs, `E[(v' J d)^2] = |J d|^2` (Hutchinson 1990), and `v' J` is the
 gradient of `v' y`: one backward pass gives that of every site. The examples of a batch do not influence one another,
-so each one is an estimate of its own; so is each channel of a weight, since its rounding errors are its own.
+so each one is an estimate of its own; so is each channel of a weight, since its rounding errors are its own. With many
+passes there is no need for the latter, which leaves out how errors of channels add up over the same rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,23 +56,34 @@ class NoiseProbe:
         tapped.register_hook(gradients.append)  # type: ignore[no-untyped-call]
         return tapped
 
-    def measure(self, outputs: Sequence[Tensor], weights: Sequence[float]) -> None:
+    def measure(self, outputs: Sequence[Tensor], weights: Sequence[float], passes: int = 1) -> None:
         """Take the gradients of the outputs of the batch that was visited, and add the noise of every site.
 
         Args:
             outputs: floating-point, with gradients.
             weights: what the power of each output counts for.
+            passes: backward, each with other signs; their mean is added.
         """
+        for left in reversed(range(passes)):
+            total = self._signed_sum(outputs, weights)
+            if total.requires_grad:
+                total.backward(retain_graph=left > 0)  # type: ignore[no-untyped-call]
+            self._add_noise(outputs[0].shape[0] if outputs and outputs[0].dim() else 1, passes)
+        self._waiting.clear()
+
+    def _signed_sum(self, outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Return the sum of all outputs with random signs, each in units of its own power."""
         generator = torch.Generator().manual_seed(self.seed)
         self.seed += 1
         total = torch.zeros(())
-        examples = outputs[0].shape[0] if outputs and outputs[0].dim() else 1
         for y, weight in zip(outputs, weights, strict=True):
             if y.requires_grad:
                 signs = torch.randint(0, 2, y.shape, generator=generator).mul_(2).sub_(1).to(y.device, torch.float32)
                 total = total + (_finite(y.float()) * signs).sum().cpu() * weight**0.5
-        if total.requires_grad:
-            total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    def _add_noise(self, examples: int, passes: int) -> None:
+        """Add the noise of every site that the gradients of one backward pass show, for one of several passes."""
         stored: dict[str, Tensor] = {}
         for site, error, gradients in self._waiting:
             if not gradients:
@@ -79,21 +91,21 @@ class NoiseProbe:
                     self.unreached.add(site)
                 continue
             slopes = sum(gradients[1:], start=gradients[0]).float()
+            gradients.clear()
             parts = _by_part(_finite(slopes * error), self.channel_axes.get(site), examples)
             if site in self.channel_axes:  # read more than once, it has the same errors each time
                 stored[site] = stored[site] + parts if site in stored else parts
             else:
-                self._add(site, parts)
+                self._add(site, parts, passes)
         for site, parts in stored.items():
-            self._add(site, parts)
-        self._waiting.clear()
+            self._add(site, parts if passes == 1 else parts.sum(), passes)
 
     def forget(self) -> None:
         """Drop what was noted of a batch that the model did not take to its end."""
         self._waiting.clear()
 
-    def _add(self, site: str, parts: Tensor) -> None:
-        self.noise[site] = self.noise.get(site, 0.0) + float(parts.double().square().sum())
+    def _add(self, site: str, parts: Tensor, passes: int) -> None:
+        self.noise[site] = self.noise.get(site, 0.0) + float(parts.double().square().sum()) / passes
 
 
 def _by_part(products: Tensor, axis: int | None, examples: int) -> Tensor:

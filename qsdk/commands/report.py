@@ -8,7 +8,7 @@ from onnx import ModelProto
 
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
-from onnx_backend.proto.sizes import sizes
+from onnx_backend.proto.sizes import file_bytes, sizes
 from onnx_backend.validation.validate import validate
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.outputs import require_output
@@ -29,7 +29,8 @@ def run(options: Namespace) -> int:
             raise ConfigError(f"--{name} is for the page; give --out FILE.html too")
     model = load(options.model)
     checked_qdq(load(model), options.model)  # raises an error for an invalid file, or the encodings file of another
-    coverage, size, findings = coverage_of(load(model), options.model), sizes(model), validate(model)
+    size = sizes(model, file_bytes(options.model, model))
+    coverage, findings = coverage_of(load(model), options.model), validate(model)
     if options.json:
         facts = {**coverage.summary, **size.summary, **findings.summary}
         show(Report(coverage.title, coverage.rows, facts), as_json=True)

@@ -14,6 +14,8 @@ _LONGEST_CELL = 80  # characters
 _LONGEST_LIST = 8  # plain values
 _LONGEST_FACT = 400  # characters
 _MOST_FACTS = 16
+#: dB, the most that any SQNR is given as: there is no noise to speak of, and readers see a word
+EXACT_DB = 200.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,14 +121,14 @@ def _fact(name: str, value: Any, *, whole: bool) -> list[str]:
         rows = [_plain_dict(row) if whole else _short_row(row) for row in (value if whole else value[:_FEWEST])]
         left = len(value) - len(rows)
         return [f"{name}:", *(f"  {line}" for line in _table(rows)), *([f"  ... {left} more"] if left else [])]
-    return [f"{name}: {_text(value) if whole else _short_fact(value)}"]
+    return [f"{name}: {_text(value, name) if whole else _short_fact(value, name)}"]
 
 
-def _short_fact(value: Any) -> str:
+def _short_fact(value: Any, name: str) -> str:
     if isinstance(value, list | tuple | set | frozenset) and len(value) > _LONGEST_LIST:
         shown = ", ".join(_text(item) for item in list(value)[:_FEWEST])
         return _cut(f"{shown} and {len(value) - _FEWEST} more", _LONGEST_FACT)
-    return _cut(_text(value), _LONGEST_FACT)
+    return _cut(_text(value, name), _LONGEST_FACT)
 
 
 def _short_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,14 +143,17 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, name: str = "") -> str:
+    """Return a value in words, by the name of its column or entry."""
     if isinstance(value, float):
+        if "sqnr_db" in str(name) and value >= EXACT_DB:
+            return "exact"
         return f"{value:.4g}"
     return "" if value is None else str(value)
 
 
-def _html(value: Any) -> str:
-    return escape(_text(value))
+def _html(value: Any, name: str) -> str:
+    return escape(_text(value, name))
 
 
 def _html_fact(name: str, value: Any, *, whole: bool) -> str:
@@ -156,7 +161,7 @@ def _html_fact(name: str, value: Any, *, whole: bool) -> str:
         rows = value if whole else value[:_FEWEST]
         left = len(value) - len(rows)
         return f"<br>{escape(str(name))}:{_html_table(rows)}" + (f"... {left} more" if left else "")
-    return f"<br>{escape(str(name))}: {_html(value) if whole else escape(_short_fact(value))}"
+    return f"<br>{escape(str(name))}: {_html(value, name) if whole else escape(_short_fact(value, name))}"
 
 
 def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -164,7 +169,7 @@ def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{escape(str(name))}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{_html(row.get(name))}</td>' for name in names)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td>{_html(row.get(name), name)}</td>' for name in names)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
@@ -172,7 +177,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_text(row.get(name)) for name in names] for row in rows]
+    cells = [[_text(row.get(name), name) for name in names] for row in rows]
     widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
     numeric = [all(isinstance(row.get(n), int | float | None) for row in rows) for n in names]
 

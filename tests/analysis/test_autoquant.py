@@ -98,6 +98,12 @@ def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr):
     assert "qsdk.quantize(model, example, config)" in str(report)
 
 
+def test_a_budget_of_more_than_the_metric_is_met_with_a_remark(model):
+    report = run(model, lambda sim: 0.9, max_drop=5.0)
+    assert report.summary["met"]
+    assert report.summary["budget_remark"].startswith("max_drop=5 lets the metric, which is 0.9 in float, fall to 0")
+
+
 def test_a_stream_with_an_outlier_is_rotated_and_the_lines_repeat_it():
     torch.manual_seed(0)
     model, data = Residual().eval(), list(torch.randn(64, 8).split(16))

@@ -26,12 +26,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def shown_in(path: Path, view: str, profile: Path) -> str:
+def shown_in(path: Path, view: str, profile: Path, *options: str) -> str:
     """Returns the page as the browser has it after its script ran; a message on the console is a failure."""
     assert BROWSER is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
-    options += ["--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
-    command = [BROWSER, *options, f"{path.as_uri()}{view}"]
+    always = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
+    always += ["--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
+    command = [BROWSER, *always, *options, f"{path.as_uri()}{view}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert 'data-ready="yes"' in done.stdout
@@ -82,6 +82,29 @@ def test_a_comparison_shows_the_layers_that_differ(page: Path, tmp_path: Path):
     dom = shown_in(tmp_path / "both.html", "#kind=differs", tmp_path)
     assert "1 of 4 layers" in dom
     assert [layer["data-order"] for layer in layers_in(dom) if "hidden" not in layer] == ["3"]
+
+
+MEASURE = """<script>
+const parts = [...document.querySelectorAll("body, .scroll, .panel, summary, .cards")];
+document.body.dataset.cut = parts.filter(part => part.scrollWidth > part.clientWidth + 1).length;
+const heads = [...document.querySelectorAll(".scroll td:not(:empty):not(:first-child)")];
+document.body.dataset.named = heads.every(td => getComputedStyle(td, "::before").content === `"${td.dataset.head}"`);
+</script></body>"""
+
+
+@pytest.mark.parametrize("width", [500, 1200])  # pixels; the browser opens no narrower window
+def test_nothing_is_cut_where_timed_models_stand_beside_each_other(tmp_path: Path, width: int):
+    torch.manual_seed(0)
+    x, layers = torch.randn(64, 8), [torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)]
+    sims = [qsdk.quantize(torch.nn.Sequential(*layers).eval(), x, config) for config in (qsdk.w4a8(), qsdk.w8a8())]
+    for sim in sims:
+        qsdk.calibrate(sim, [x], progress=False)
+    path = tmp_path / "both.html"
+    qsdk.report(sims[0], path, data=[x], against=sims[1], profile=True, progress=False)
+    path.write_text(path.read_text(encoding="utf-8").replace("</body>", MEASURE), encoding="utf-8")
+    dom = shown_in(path, "", tmp_path, f"--window-size={width},900")
+    assert 'data-cut="0"' in dom
+    assert f'data-named="{str(width == 500).lower()}"' in dom  # each value has its head where columns have none
 
 
 def test_the_address_of_a_layer_opens_it(page: Path, tmp_path: Path):

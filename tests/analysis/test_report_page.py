@@ -105,14 +105,26 @@ def test_the_page_of_a_sim_shows_every_layer_and_who_causes_the_noise(sim, with_
     assert float(opened["data-share"]) == pytest.approx(worst["share"], rel=1e-4)
     sentence = report.summary["sentence"]
     assert re.fullmatch(
-        rf"W4A8, 7\.\d times smaller than float32, outputs {report.summary['sqnr_db']:.1f} dB above their quantization "
-        r"noise \(SQNR\); \d of 29 layers cause 80 % of the noise\.",
+        rf"W4A8, a file 5\.\d times smaller than in float32, outputs {report.summary['sqnr_db']:.1f} dB above their "
+        r"quantization noise \(SQNR\); \d of 29 layers cause 80 % of the noise\.",
         sentence,
     )
     assert sentence in page.words
     noisy = [layer for layer in page.layers if "noisy" in layer["data-tags"]]
     assert f"; {len(noisy)} of 29" in sentence
     assert 0.8 <= sum(float(layer["data-share"]) for layer in noisy) < 1
+
+
+def test_the_page_says_how_the_noise_was_found(with_data, files, tmp_path):
+    assert "The noise of the layers is estimated, on 22 of 64 samples" in Page(with_data[1]).words
+    folder, arrays = files
+    report = qsdk.report(folder / "w4.onnx", tmp_path / "page.html", data=arrays, progress=False)
+    measured = "The noise of each layer is measured with it alone quantized, on 64 of 64 samples."
+    assert measured in Page(tmp_path / "page.html").words  # a small network and little data
+    opened = qsdk.quantize(folder / "w4.onnx", None)
+    exact = qsdk.sensitivity(opened, arrays, exact=True, progress=False)
+    worst = max(report.rows, key=lambda row: row["share"] or 0.0)
+    assert worst["share"] == pytest.approx(max(row["share"] for row in exact.rows))
 
 
 def test_layers_are_in_the_order_of_the_network(with_data):
@@ -151,7 +163,7 @@ def test_the_same_page_is_the_same_bytes(sim, with_data, batches, tmp_path):
 def test_a_page_without_data_is_coloured_by_dtype(sim, tmp_path):
     report = qsdk.report(sim, tmp_path / "page.html", progress=False)
     page = Page(tmp_path / "page.html")
-    assert report.summary["sentence"].startswith("W4A8, 7.")
+    assert report.summary["sentence"].startswith("W4A8, a file 5.")
     assert report.summary["sqnr_db"] is None
     assert {row["share"] for row in report.rows} == {None}
     colours = {layer["style"] for layer in page.layers}
@@ -206,9 +218,10 @@ def test_two_models_stand_beside_each_other(files, tmp_path):
     report = qsdk.report(folder / "w4.onnx", tmp_path / "page.html", against=raised, progress=False)
     page = Page(tmp_path / "page.html")
     assert report.summary["against"].startswith("W4A8")
-    assert "dtypes A" in page.words
     assert page.text.count('class="differs"') == 1
-    assert re.search(r'<tr class="differs"><td>[^<]+</td><td>int4</td><td>int8</td>', page.text)
+    assert re.search(
+        r'<tr class="differs"><td [^<]+</td><td data-head="dtypes"><div>A int4</div><div>B int8</div></td>', page.text
+    )
 
 
 def picture(page: Page, label: str) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
+from qsdk.verbs.analysis import sampled_rows
 from qsdk.verbs.doors.choose import door_of
 
 
@@ -67,9 +68,9 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [2]), ([2], [2]), ([300], [32])]
+    ("sizes", "used"), [([16] * 4, [16, 6]), ([48], [16]), ([300], [32]), ([16, 16], [16, 16]), ([3], [3])]
 )
-def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows(demo, sizes, used):
+def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows_unless_they_are_few(demo, sizes, used):
     sim, calls = demo[0], []
     images = torch.from_numpy(load().calibration_images[: sum(sizes)])
 
@@ -77,12 +78,40 @@ def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows(demo, sizes, u
         calls.append(len(batch))
         return model(batch)
 
-    qsdk.sensitivity(sim, iter(images.split(sizes)), forward=forward, progress=False)
+    report = qsdk.sensitivity(sim, iter(images.split(sizes)), forward=forward, progress=False)
     assert calls == [rows for count in used for rows in (count, count)]  # in float and in the simulation
+    assert (report.summary["samples"], report.summary["samples_given"]) == (sum(used), sum(sizes))
+
+
+@pytest.mark.parametrize("rows", [[64], [32, 32, 32], [4] * 5])
+@pytest.mark.parametrize("weight", ["int3", "int8"])
+def test_of_a_small_network_the_estimate_is_close(rows, weight):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    batches = [torch.randn(count, 16) for count in rows]
+    sim = calibrated(nn.Sequential(*layers, nn.Linear(16, 4)).eval(), batches, qsdk.w8a8().override("*", weight=weight))
+    measured = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
+    for key, row in by_row(qsdk.sensitivity(sim, batches, progress=False)).items():
+        assert row["sqnr_db"] == pytest.approx(measured[key]["sqnr_db"], abs=2.0), key
+
+
+def test_a_row_that_costs_nothing_says_so_in_a_word():
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randint(-127, 128, (8, 8)) / 64).fill_diagonal_(127 / 64)
+    sim = calibrated(model, [x], qsdk.weight_only("int8"))
+    report = qsdk.sensitivity(sim, [x], progress=False)
+    assert by_row(report)["0", "weights"]["sqnr_db"] == 200.0  # a number for programs
+    (line,) = [line for line in str(report).splitlines() if line.startswith("0 ")]
+    assert line.split()[3] == "exact"
+    assert "200" not in report._repr_html_()
 
 
 @pytest.mark.slow
-def test_a_model_of_a_fixed_number_of_rows_gets_them_all(branches):
+def test_a_model_of_a_fixed_number_of_rows_gets_them_all(branches, monkeypatch):
+    monkeypatch.setattr(sampled_rows, "_LITTLE", 0)
+
     class Fixed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -426,12 +426,22 @@ def test_what_is_for_the_page_needs_one(at: Path, capsys):
     assert "--against is for the page; give --out FILE.html too" in err
 
 
-def test_sizes_add_up_to_what_is_stored(at: Path, capsys):
-    found = document(capsys, "report", "model.onnx")
+def test_sizes_have_one_name_and_number_wherever_they_are_said(at: Path, capsys):
+    found = document(capsys, "report", "model.onnx")["summary"]
     model = onnx.load("model.onnx")
-    assert found["summary"]["stored_bytes"] == sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    stored = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     weights = [numpy_helper.to_array(tensor) for tensor in onnx.load("float.onnx").graph.initializer]
-    assert found["summary"]["as_float32_bytes"] == sum(4 * values.size for values in weights)
+    assert found["bytes"] == Path("model.onnx").stat().st_size
+    assert found["stored_bytes"] == stored
+    assert found["as_float32_bytes"] == found["bytes"] - stored + sum(4 * values.size for values in weights)
+    assert found["ratio"] == found["bytes"] / found["as_float32_bytes"]
+    page = document(capsys, "report", "model.onnx", "--out", "page.html")["summary"]
+    exported = qsdk.export(qsdk.quantize("model.onnx", None), "again.onnx").summary
+    names = ("bytes", "as_float32_bytes", "ratio", "stored_bytes")
+    assert [page[name] for name in names] == [found[name] for name in names]
+    assert set(names) <= set(exported)
+    again = document(capsys, "report", "again.onnx")["summary"]
+    assert [exported[name] for name in names] == [again[name] for name in names]
 
 
 def test_a_page_escapes_names(at: Path, capsys):

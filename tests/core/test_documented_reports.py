@@ -12,7 +12,17 @@ from torch import nn
 import qsdk
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-WITH_DATA = ("seq_mse", "adaround", "gptq", "correct_bias", "smooth_quant", "awq", "equalize", "tune_ranges")
+WITH_DATA = (
+    "sensitivity",
+    "seq_mse",
+    "adaround",
+    "gptq",
+    "correct_bias",
+    "smooth_quant",
+    "awq",
+    "equalize",
+    "tune_ranges",
+)
 Keys = tuple[set[str], set[str]]
 
 
@@ -48,6 +58,8 @@ def exported(sim: qsdk.QuantSim, folder: Path, done: dict[str, qsdk.Report]) -> 
     path = folder / "model.onnx"
     done["export"] = qsdk.export(sim, path)
     done["check_parity"] = qsdk.check_parity(sim, path, [X], progress=False)
+    done["profile"] = qsdk.profile(path, progress=False)
+    done["report"] = qsdk.report(path, folder / "page.html", progress=False)
     done["validate"] = qsdk.validate(path)
     done["to_integer"] = qsdk.to_integer(path, folder / "integer.onnx", progress=False)
     qsdk.save_encodings(sim, folder / "encodings.json")

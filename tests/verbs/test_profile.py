@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, weights
 
 import qsdk
+from onnx_backend.profiling import onnxruntime_profile
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
 from qsdk.demo.data import load
@@ -114,6 +115,18 @@ def test_integer_only_file_computes_no_float(demo: Demo):
     rows = profiled(demo.files["qdq"]).rows
     assert {row["precision"] for row in rows if row["op_type"] == "QLinearConv"} == {"integer"}
     assert {row["precision"] for row in rows if row["op_type"].endswith("quantizeLinear")} == {"conversion"}
+
+
+@pytest.mark.parametrize(("times", "noisy"), [([1.0, 1.1] * 5, False), ([1.0, 1.0, 1.0, 2.0, 3.0] * 2, True)])
+def test_times_that_differ_from_run_to_run_are_called_noisy(demo: Demo, monkeypatch, times: list[float], noisy: bool):
+    waits = iter(1e-3 * np.array(times))
+    monkeypatch.setattr(onnxruntime_profile, "_seconds", lambda session, feeds: float(next(waits)))
+    summary = profiled(demo.files["qdq"], repeats=10).summary
+    assert summary["ms"] == pytest.approx(np.median(times))
+    assert ("noisy" in summary) == noisy
+    if noisy:
+        assert summary["spread"] == pytest.approx(2.0)
+        assert "eight of ten runs took 1 to 3 ms" in summary["noisy"]
 
 
 @pytest.mark.slow

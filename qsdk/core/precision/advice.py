@@ -15,7 +15,7 @@ from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from qsdk.core.report import Report
+from qsdk.core.report import EXACT_DB, Report
 from qsdk.core.site import owner_of
 
 _ENOUGH = 20.0  # dB; sites below it are listed
@@ -43,7 +43,7 @@ def noise_to_signal(values: FloatArray, encoding: Encoding) -> float:
 
 def decibels(noise: float) -> float:
     """Return a noise-to-signal ratio as SQNR; at most 200 dB."""
-    return 200.0 if noise <= 1e-20 else -10.0 * float(np.log10(noise))
+    return EXACT_DB if noise <= 1e-20 else -10.0 * float(np.log10(noise))
 
 
 def advise(

@@ -129,11 +129,11 @@ def search_precision(
         search = _search(candidates, dtypes, evaluate, wanted, most)
         chosen, met = search.run() if time is None else _in_time(search, time, take)
         take(chosen)
-    given = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
-    facts: dict[str, Any] = given if time is None else {**given, **time.summary(chosen)}
+    facts: dict[str, Any] = {**references, "max_drop": max_drop, "met": met, **budget_remark(max_drop, references)}
+    facts |= {"evaluations": len(search.trials) + evaluations} | ({} if time is None else time.summary(chosen))
     facts |= {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
     facts |= _no_gain(sim, search, chosen)
-    rows = _rows(search, candidates, dtypes, given["reference"], chosen, None if time is None else time.times)
+    rows = _rows(search, candidates, dtypes, references["reference"], chosen, None if time is None else time.times)
     return Report("Mixed precision", rows, {**facts, "advice": advice.to_dict()["rows"]})
 
 
@@ -168,6 +168,23 @@ def require_budget(metric: Any, max_drop: Any) -> None:
             f"max_drop={max_drop!r} is no budget; give a number from 0, in the metric's own unit: 0.01 where it "
             "is a share and may lose one percent (inf allows any loss)"
         )
+
+
+def budget_remark(max_drop: float, references: Mapping[str, float]) -> dict[str, str]:
+    """Return what to say of a budget that lets a metric fall to 0, as an entry of the summary; nothing of inf.
+
+    Args:
+        max_drop: the budget.
+        references: `reference`, the metric in float; one below 0, such as an error turned round, has no 0 to fall to.
+    """
+    reference = references["reference"]
+    if not 0.0 < reference <= max_drop or np.isinf(max_drop):
+        return {}
+    return {
+        "budget_remark": f"max_drop={max_drop:g} lets the metric, which is {reference:.4g} in float, fall to 0 or "
+        "below, so nearly any result meets it; it counts in the metric's own unit: "
+        f"{reference / 100:.2g} is one percent"
+    }
 
 
 def _references(

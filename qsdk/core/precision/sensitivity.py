@@ -33,6 +33,8 @@ class OutputNoise:
         alone: site -> power of their change when it alone is quantized.
         without: layer -> power of their change when all but its sites are quantized, where that was measured.
         silent: the outputs that are 0 in all batches, which nothing can be compared with.
+        samples: rows of the data that were used.
+        samples_given: rows of the data.
     """
 
     signal: float = 0.0
@@ -41,6 +43,8 @@ class OutputNoise:
     alone: dict[str, float] = field(default_factory=dict)
     without: dict[LayerSites, float] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
+    samples: int = 0
+    samples_given: int = 0
 
     def of(self, layer: LayerSites) -> float:
         """Return the noise of a layer: the sum over its sites, whose rounding errors are independent."""
@@ -93,6 +97,7 @@ def sensitivity_report(
     rows.sort(key=lambda row: (-row.get("drop", 0.0), row["sqnr_db"]))
     worst = _fewest(sorted((row["share"] for row in rows), reverse=True), 0.8)
     summary = {"sqnr_db": _sqnr(noise.all_quantized, noise), "layers": len({row["layer"] for row in rows})}
+    summary |= {"samples": noise.samples, "samples_given": noise.samples_given}
     if noise.silent:
         facts = {**facts, "not_counted": [f"output {index}: it is 0 in all batches used" for index in noise.silent]}
     return Report("Sensitivity", rows, {**summary, "rows_with_80_percent": worst, **facts})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.core.precision.mixed import require_budget
+from qsdk.core.precision.mixed import budget_remark, require_budget
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.report import Report
 from qsdk.progress import Progress, progress_of
@@ -83,8 +83,8 @@ def autoquant(
 
     The steps are the guide's, the cheapest first: ranges by min-max and other estimators, `rotate` (which unties
     nothing here), `equalize`, `smooth_quant`, `correct_bias` or, below 8 bits, `seq_mse`, `gptq`, `adaround`, at last
-    `mixed_precision`; the first one that meets the budget is the last. One that does not improve the metric is undone.
-    Is the preset too large, the weights that matter least (`sensitivity`) take 4 bits at the start.
+    `mixed_precision`, until one meets the budget. One that does not improve the metric is undone. Is the preset too
+    large, the weights that matter least (`sensitivity`) take 4 bits at the start.
 
     Args:
         model: an nn.Module, an ONNX path or an onnx model; it is left as it is.
@@ -104,7 +104,7 @@ def autoquant(
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
         `passes` (its processor time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`,
-        `missed` (budgets), `reference` (in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`.
+        `missed`, `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -280,5 +280,6 @@ def _finish(path: Path, budgets: _Budgets) -> AutoquantReport:
     facts |= {"passes": sum(row["passes"] or 0.0 for row in path.rows), "evaluations": path.evaluations}
     if no_gain := where_bits_buy_nothing(path.sim.plan, path.sim.encodings):
         facts["no_gain"] = no_gain
-    summary = {"met": not missed, **({"missed": missed} if missed else {}), **facts}
+    remark = budget_remark(budgets.max_drop, facts)
+    summary = {"met": not missed, **({"missed": missed} if missed else {}), **remark, **facts}
     return AutoquantReport("Automatic quantization", path.rows, summary, path.sim, "\n".join(path.code))

@@ -13,7 +13,7 @@ from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
 from qsdk.progress import bar, over_batches
 from qsdk.verbs.analysis.rounded_weights import outputs_as_given
-from qsdk.verbs.analysis.sampled_rows import every_third, rows_of
+from qsdk.verbs.analysis.sampled_rows import row_count, sampled
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Door, Forward
 
@@ -71,7 +71,7 @@ def estimate_noise(
     """Return the noise of every site to first order, and the sites that no gradient reaches.
 
     About a third of the rows are used, with a forward pass in float, one in the simulation, and a backward pass, which
-    together cost four to six float passes over them.
+    together cost four to six float passes over them. Where that is little work, all rows are, and more backward passes.
 
     Returns:
         None where the model has no gradients.
@@ -85,22 +85,24 @@ def estimate_noise(
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
     probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed)
     kept: list[tuple[Any, FloatArrays]] = []
-    for (number, batch), thirds in every_third(_batches(data, progress)):
-        used = rows_of(batch, thirds)
+    for sample in sampled(_batches(data, progress), sim.plan):
+        used, where = sample.used, f"batch {sample.number}"
         try:
-            outputs, quantized = _both_outputs(door, used, probe, forward, f"batch {number}")
+            outputs, quantized = _both_outputs(door, used, probe, forward, where)
         except _REFUSALS:  # such as a file whose batch size is fixed
-            if used is batch:
+            if used is sample.batch:
                 raise
             probe.forget()
-            used = batch
-            outputs, quantized = _both_outputs(door, used, probe, forward, f"batch {number}")
+            used = sample.batch
+            outputs, quantized = _both_outputs(door, used, probe, forward, where)
         if outputs is None:
             return None
         in_float = [_to_numpy(y) for y in outputs]
         weights.learn([in_float])
         noise.signal += weights.power(in_float)
-        probe.measure(outputs, weights.values)
+        noise.samples += row_count(used)
+        noise.samples_given += sample.samples
+        probe.measure(outputs, weights.values, sample.passes)
         noise.all_quantized += weights.power_of_changes(quantized, [in_float])
         kept += [(used, quantized[0])] if len(kept) < _COMPARED else []
     _compare_with_given(sim, noise, weights, kept, forward)
@@ -171,10 +173,11 @@ def measure_noise(
     """
     door, weights = door_of(sim), OutputWeights()
     batches = [batch for _, batch in _batches(data, progress=False)]
+    rows = sum(map(row_count, batches))
     in_float = list(door.outputs(batches, forward, in_float=True))
     weights.learn(in_float)
     signal = sum(weights.power(outputs) for outputs in in_float)
-    noise = OutputNoise(signal, silent=weights.silent) if known is None else known
+    noise = OutputNoise(signal, silent=weights.silent, samples=rows, samples_given=rows) if known is None else known
     unit = noise.signal / signal if signal > 0.0 else 0.0
     every = frozenset(site for site, decision in sim.plan.decisions.items() if decision.spec is not None)
 

@@ -91,9 +91,9 @@ def mixed_precision(
         Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
         `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
         values stored now, see `sim.unwrap`), `met` (False: even with every site at the last level, which the sim then
-        has), `evaluations`, `raised` (the sites), `left` (frozen ones), `no_gain` (where bits buy nothing, if
-        anywhere), `advice` (rows of `advise`), `ranking` (rows of `sensitivity`, before the search); with `max_ms` also
-        `ms` and `ms_before`, and `ms` of the measured rows.
+        has), `budget_remark` (where `max_drop` lets it fall to 0), `evaluations`, `raised` (the sites), `left` (frozen
+        ones), `no_gain` (where bits buy nothing, if anywhere), `advice` (rows of `advise`), `ranking` (rows of
+        `sensitivity`, before the search); with `max_ms` also `ms` and `ms_before`, and `ms` of the measured rows.
 
     Raises:
         CalibrationError: the sim is not calibrated.

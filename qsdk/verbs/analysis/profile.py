@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from onnx import ModelProto
 
 from onnx_backend.profiling import profile as profiling
-from onnx_backend.profiling.kernels import Precision
+from onnx_backend.profiling.kernels import Precision, Profile
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of
 from qsdk.core.report import Report
@@ -19,6 +19,8 @@ from qsdk.verbs.qdq_files import OnnxSource
 from qsdk.verbs.quantize import export
 
 ProfiledRuntime = Literal["onnxruntime", "openvino"]
+
+_NOISY = 0.3  # of the median, between runs of the same model on the same values
 
 
 def profile(
@@ -52,8 +54,8 @@ def profile(
     Returns:
         Rows `layer`, `op_type` (as executed), `ms`, `share` (of all kernels), `precision` (`integer`, `float`,
         `conversion` between the two or of the layout, `index` for arithmetic on sizes), `nodes` of the file. Summary:
-        `ms` (median of whole runs, without the profiler), the shares by precision, `runtime`, `threads`, and with
-        `against` also `against_ms` and `speedup`.
+        `ms` (median of whole runs, without the profiler), `spread` (of the middle eight tenths, over `ms`; `noisy` is
+        a remark beyond 0.3), the shares by precision, `runtime`, `threads`, `against_ms` and `speedup`.
 
     Raises:
         ConfigError: the runtime is unknown, not installed or only emulated; an open axis without a size.
@@ -76,11 +78,23 @@ def profile(
         fed = feeds if timed is file else _as_feeds(tuple(feeds.values()), timed, "the input of the profiled model")
         times.append(profiling.profile(timed, fed, runtime=runtime, threads=threads, repeats=repeats))
     rows = sorted(profiling.rows_of(file, times[0]), key=lambda row: -row["ms"])
-    summary = {"ms": times[0].ms, **_shares(rows)}
+    summary = {"ms": times[0].ms, "spread": times[0].spread, **_noise_of(times), **_shares(rows)}
     summary |= {"runtime": times[0].title, "threads": threads or "default", "repeats": repeats}
     if against is not None:
         summary |= {"against_ms": times[1].ms, "speedup": times[1].ms / times[0].ms}
     return Report("Where the time goes", rows, summary)
+
+
+def _noise_of(times: Sequence[Profile]) -> dict[str, str]:
+    """Return a remark where runs of one of the models differ so much that its times say little."""
+    worst = max(times, key=lambda one: one.spread)
+    if worst.spread <= _NOISY:
+        return {}
+    low, high = worst.ends
+    return {
+        "noisy": f"the times are noisy: eight of ten runs took {low:.3g} to {high:.3g} ms, since other programs run or "
+        "the processor changes its speed; measure again while nothing else runs, with more repeats"
+    }
 
 
 def ms_by_layer(report: Report) -> dict[str, float]:
@@ -110,10 +124,15 @@ def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
     if isinstance(source, str | os.PathLike | ModelProto):
         return model_io.load(source)
     profiling.require_runtime(runtime)
+    return exported(source, "openvino" if runtime == "openvino" else "onnxruntime")[0]
+
+
+def exported(sim: Sim, dialect: Literal["onnxruntime", "openvino"]) -> tuple[ModelProto, Report]:
+    """Return what is exported of a calibrated sim, and the report on it."""
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
         path = Path(folder) / "model.onnx"
-        export(source, path, dialect="openvino" if runtime == "openvino" else "onnxruntime")
-        return model_io.with_weights(model_io.load(path))
+        report = export(sim, path, dialect=dialect)
+        return model_io.with_weights(model_io.load(path)), report
 
 
 def _first_feeds(model: ModelProto, data: Iterable[Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnx_backend.proto import model_io
+from onnx_backend.proto.sizes import file_bytes, sizes
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.core.atomic_files import write_text
@@ -25,9 +26,10 @@ from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.analysis.output_noise import OutputWeights
 from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
 from qsdk.verbs.analysis.page.gather import Measured, model_facts
-from qsdk.verbs.analysis.profile import model_to_run
+from qsdk.verbs.analysis.profile import exported
 from qsdk.verbs.analysis.profile import profile as profiled
 from qsdk.verbs.analysis.rounded_weights import rounded_weights
+from qsdk.verbs.analysis.sampled_rows import can_afford_each
 from qsdk.verbs.analysis.sensitivity import sensitivity
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
@@ -60,7 +62,7 @@ def report(
     Args:
         sim_or_file: a calibrated sim of either side, or an ONNX file with Q/DQ.
         out: the file to write.
-        data: batches, as for `sensitivity`, which takes one pass over them; the values of activations take another.
+        data: batches, as for `sensitivity` (`exact` where that takes seconds) and the values of activations.
         float_model: the float ONNX file behind one with Q/DQ, to compare its outputs and weights with.
         against: another sim or file to compare with, on the same data.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
@@ -70,7 +72,7 @@ def report(
     Returns:
         Rows as the layers on the page: `layer`, `op_type`, `dtypes`, `share` of the noise and `sqnr_db` of the outputs
         with it alone quantized (None without data), `bytes`, `clipped` (the largest share at one of its sites), `ms`.
-        Summary: `path`, `page_bytes`, `sentence`, `bytes`, `ratio` (to float32), `sqnr_db`, `layers`.
+        Summary: `path`, `page_bytes`, `sentence`, the sizes of `export`, `sqnr_db`, `layers`, `against` (its sentence).
 
     Raises:
         ConfigError: matplotlib is not installed, or `float_model` is given for a sim.
@@ -116,9 +118,7 @@ def _times(found: Measured, profile: Report | bool, data: Iterable[Any] | None, 
 
 
 def _summary(model: ModelFacts, against: ModelFacts | None = None) -> dict[str, Any]:
-    ratio = model.stored_bytes / model.as_float32_bytes if model.as_float32_bytes else 1.0
-    facts = {"sentence": model.sentence, "bytes": model.stored_bytes, "ratio": ratio}
-    facts |= {"sqnr_db": model.sqnr_db, "layers": len(model.layers)}
+    facts = {"sentence": model.sentence, **model.sizes.summary, "sqnr_db": model.sqnr_db, "layers": len(model.layers)}
     return facts if against is None else facts | {"against": against.sentence}
 
 
@@ -185,33 +185,34 @@ def _measured_file(
     file = model_io.load(source)
     name = "ONNX model" if isinstance(source, ModelProto) else Path(source).name
     sim = opened_file(model_io.load(file), source)
-    found = Measured(name, sim, file, findings=validate(file))
+    found = Measured(name, sim, file, sizes(file, file_bytes(source, file)), findings=validate(file))
     if data is None or not layers_of(sim.plan):
         return found
     if float_model is None:
-        rows = sensitivity(sim, data, progress=progress)
+        rows = _sensitivity(sim, data, None, progress)
         return replace(
             found,
             sensitivity=rows,
-            remarks=(_NO_FLOAT_WEIGHTS,),
+            remarks=(_how(rows), _NO_FLOAT_WEIGHTS),
             noise="the noise of their activations",
             sqnr_db=rows.summary["sqnr_db"],
         )
     in_float = opened_file(model_io.load(float_model), float_model)
     sqnr = _sqnr(sim, in_float, data)
     remarks = _take_float_weights(sim, in_float)
-    rows = sensitivity(sim, data, progress=progress)
-    return replace(found, sensitivity=rows, remarks=remarks, sqnr_db=sqnr)
+    rows = _sensitivity(sim, data, None, progress)
+    return replace(found, sensitivity=rows, remarks=(_how(rows), *remarks), sqnr_db=sqnr)
 
 
 def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None, progress: bool) -> Measured:
     """Measure what a page shows of a sim."""
     name = "ONNX model" if isinstance(sim, OnnxSim) else type(sim.model).__name__.removeprefix("Quantized")
-    found = Measured(name, sim, model_to_run(sim, "onnxruntime"))
+    file, written = exported(sim, "onnxruntime")
+    found = Measured(name, sim, file, sizes(file, written.summary["bytes"]))
     if data is None or not layers_of(sim.plan):
         return found
-    rows = sensitivity(sim, data, forward=forward, progress=progress)
-    found = replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"])
+    rows = _sensitivity(sim, data, forward, progress)
+    found = replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"], remarks=(_how(rows),))
     count = len(rows.summary.get("rounded", ()))
     if not count:
         return found
@@ -222,11 +223,28 @@ def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None,
         lost = len(rounded_weights(sim))
     if not lost:
         counted = "layers leave out what that cost; the noise of the whole is counted from the model as it was given."
-        return replace(found, remarks=(remark + counted,))
+        return replace(found, remarks=(*found.remarks, remark + counted))
     unknown = (
         f"layers leave out what that cost, and {lost} of them came so: compare with the model that you began with."
     )
-    return replace(found, remarks=(remark + unknown,), noise=f"the noise of all but {lost} weights that came rounded")
+    noise = f"the noise of all but {lost} weights that came rounded"
+    return replace(found, remarks=(*found.remarks, remark + unknown), noise=noise)
+
+
+def _sensitivity(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+    """Return what each layer costs: measured one at a time where that is a matter of seconds, else estimated."""
+    exact = can_afford_each(data, sim.plan, len(layers_of(sim.plan)))
+    return sensitivity(sim, data, exact=exact, forward=forward, progress=progress)
+
+
+def _how(sensitivity: Report) -> str:
+    """Return in words how the noise of the layers was found."""
+    facts = sensitivity.summary
+    samples = f"{facts['samples']} of {facts['samples_given']} samples"
+    if facts["method"] == "measured":
+        return f"The noise of each layer is measured with it alone quantized, on {samples}."
+    estimated = f"The noise of the layers is {facts['method']}, on {samples}"
+    return f"{estimated}; qsdk.sensitivity(exact=True) measures each layer alone."
 
 
 def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:

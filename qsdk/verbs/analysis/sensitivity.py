@@ -1,6 +1,6 @@
 """The verb `sensitivity`: which layer's quantization costs how much at the model's outputs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qsdk.core.errors import DataError
@@ -32,8 +32,8 @@ def sensitivity(
 
     By default one pass over a third of the rows of the data estimates all layers at once, to first order, from the
     gradients of random combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`): every third
-    batch, or where there are too few, a part of one, if the model takes fewer rows. A layer that no gradient reaches,
-    and every layer of a model without gradients, is measured with it alone quantized, on two batches.
+    batch, or a part of one, if the model takes fewer rows; where it is little work, all rows with more gradients. A
+    layer that no gradient reaches, or all of a model without, is measured with it alone quantized, on two batches.
 
     Args:
         sim: calibrated, of either side; it is left as it is.
@@ -50,10 +50,10 @@ def sensitivity(
         `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), the
         number of `sites`, and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
         equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, from the model as it was
-        given, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), `not_counted` (outputs
-        that are 0 in all batches used), `rounded` (weights that a verb or the file has stored as they are rounded: a
-        `remark` says what rows leave out), and with a metric `reference` (the model as given), `float_now` (nothing
-        quantized, where verbs have changed it: rows count from there), `metric` (all quantized) and `drop`.
+        given, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), `samples` (rows of data
+        that were used) of `samples_given`, `not_counted` (outputs that are 0 in all of them), `rounded` (weights stored
+        as a verb or the file rounded them: see `remark`), and with a metric `reference` (the model as given), `metric`,
+        `drop`, `float_now` (where verbs have changed the model: rows count from there). 200 dB print as `exact`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -70,7 +70,7 @@ def sensitivity(
         'weights'
     """
     _require_ready(sim, metric)
-    times = None if runtime is None else ms_by_layer(profile(sim, runtime=runtime, progress=progress))
+    times = None if runtime is None else profile(sim, runtime=runtime, progress=progress)
     layers = layers_of(sim.plan)
     noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
     _require_signal(noise)
@@ -100,9 +100,11 @@ def _require_signal(noise: OutputNoise) -> None:
         )
 
 
-def _with_ms(report: Report, times: Mapping[str, float]) -> Report:
-    rows = [{**row, "ms": times.get(row["layer"])} for row in report.rows]
-    return Report(report.title, rows, report.summary)
+def _with_ms(report: Report, times: Report) -> Report:
+    by_layer = ms_by_layer(times)
+    rows = [{**row, "ms": by_layer.get(row["layer"])} for row in report.rows]
+    noisy = {"noisy": times.summary["noisy"]} if "noisy" in times.summary else {}
+    return Report(report.title, rows, {**report.summary, **noisy})
 
 
 def _drops(

@@ -168,6 +168,16 @@ def test_options_that_mean_nothing_are_refused(sim, options, message: str):
     assert state_of(sim) == before
 
 
+@pytest.mark.parametrize(
+    ("value", "max_drop", "said"),
+    [(0.9, 5.0, True), (0.9, 0.9, True), (0.9, 0.1, False), (0.9, math.inf, False), (-2.0, 5.0, False)],
+)
+def test_a_budget_that_lets_the_metric_fall_to_0_is_met_with_a_remark(sim, value: float, max_drop: float, said: bool):
+    found = qsdk.mixed_precision(sim, data_for(sim), lambda s: value, max_drop=max_drop, progress=False)
+    assert ("lets the metric, which is 0.9 in float, fall to 0 or below" in str(found)) == said
+    assert ("0.009 is one percent" in found.summary.get("budget_remark", "")) == said
+
+
 def test_a_metric_that_is_nan_is_refused(sim):
     before = state_of(sim)
     with pytest.raises(qsdk.ConfigError, match="the metric is NaN"):

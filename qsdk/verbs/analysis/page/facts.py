@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.report import Report
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -135,9 +136,7 @@ class ModelFacts:
         name: of the file, or of the class of the module.
         sentence: the most important facts in words.
         layers: in the order in which they run.
-        sizes: rows of `onnx_backend.proto.sizes`.
-        stored_bytes: of all stored tensors.
-        as_float32_bytes: of the same weights in float32.
+        sizes: of `onnx_backend.proto.sizes`.
         sqnr_db: of the outputs; None without data.
         states: state -> number of tensors, as `coverage` counts them.
         float_reasons: reason -> the tensors that stay float for it.
@@ -150,9 +149,7 @@ class ModelFacts:
     name: str
     sentence: str
     layers: tuple[LayerFacts, ...]
-    sizes: Sequence[Mapping[str, Any]]
-    stored_bytes: int
-    as_float32_bytes: int
+    sizes: Report
     sqnr_db: float | None
     states: Mapping[str, int]
     float_reasons: Mapping[str, Sequence[str]]

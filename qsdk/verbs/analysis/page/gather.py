@@ -8,7 +8,6 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.proto.sizes import sizes
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import tensor_dtype_named
 from qsdk.core.numerics.encoding import Encoding
@@ -34,6 +33,7 @@ class Measured:
         name: for the heading.
         sim: of the model; a file is opened as one.
         file: the model as it is stored, with Q/DQ.
+        sizes: of the file.
         sensitivity: the rows of `qsdk.sensitivity`; None without data.
         sqnr_db: of the outputs; None without data.
         noise: what the SQNR counts, in words.
@@ -45,6 +45,7 @@ class Measured:
     name: str
     sim: Sim
     file: ModelProto
+    sizes: Report
     sensitivity: Report | None = None
     sqnr_db: float | None = None
     noise: str = "their quantization noise"
@@ -69,7 +70,7 @@ def model_facts(
         progress: show a progress bar.
         beside: the model that it is compared with, whose layers with pictures have them here too.
     """
-    size, coverage = sizes(found.file), found.sim.coverage()
+    coverage = found.sim.coverage()
     first = frozenset() if beside is None else frozenset(layer.name for layer in beside.layers if layer.drawn)
     layers = _with_values(found.sim, _layers(found, coverage), data, forward, progress, first)
     states = {state: int(coverage.summary[state]) for state in ("quantized", "tied", "float", "not_exercised")}
@@ -77,22 +78,23 @@ def model_facts(
     for row in coverage.rows:
         if row["state"] == "float":
             reasons.setdefault(_reason(str(row["reason"])), []).append(str(row["site"]))
-    stored, as_float = int(size.summary["stored_bytes"]), int(size.summary["as_float32_bytes"])
     return ModelFacts(
         name=found.name,
-        sentence=sentence(layers, as_float / stored if stored else 1.0, found.sqnr_db, found.noise),
+        sentence=sentence(layers, 1.0 / found.sizes.summary["ratio"], found.sqnr_db, found.noise),
         layers=tuple(layers),
-        sizes=size.rows,
-        stored_bytes=stored,
-        as_float32_bytes=as_float,
+        sizes=found.sizes,
         sqnr_db=found.sqnr_db,
         states={state.replace("_", " "): count for state, count in states.items() if count or state == "quantized"},
         float_reasons=dict(sorted(reasons.items(), key=lambda item: -len(item[1]))),
         findings=None if found.findings is None else found.findings.rows,
         ms=None if found.profile is None else float(found.profile.summary["ms"]),
         runtime="" if found.profile is None else str(found.profile.summary["runtime"]),
-        remarks=found.remarks,
+        remarks=(*found.remarks, *_noise_of_times(found.profile)),
     )
+
+
+def _noise_of_times(profile: Report | None) -> list[str]:
+    return [] if profile is None or "noisy" not in profile.summary else [f"Milliseconds: {profile.summary['noisy']}."]
 
 
 def _layers(found: Measured, coverage: Report) -> list[LayerFacts]:

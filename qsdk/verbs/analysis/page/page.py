@@ -1,6 +1,6 @@
 """The page as a whole: one HTML document that loads nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -10,7 +10,7 @@ from qsdk.verbs.analysis.page.facts import ModelFacts
 from qsdk.verbs.analysis.page.layers import differ, facts_of, layer_list, strip
 from qsdk.verbs.analysis.page.plots import Artist
 from qsdk.verbs.analysis.page.sides import Sides, layers_of_row
-from qsdk.verbs.analysis.page.words import GROUPS, decibels, group_of, key, size, table
+from qsdk.verbs.analysis.page.words import GROUPS, NODES, decibels, group_of, key, size, table
 
 _SHOWN = 12  # tensors that are listed behind a reason
 # The policy lets the browser load nothing at all, so that the page cannot but work offline.
@@ -91,14 +91,14 @@ def _top(sides: Sides, artist: Artist) -> str:
         head = f'<h1>{escape(name)}</h1>\n<p class="sentence">{escape(one.sentence)}</p>'
         parts.append(f'<section>{head}\n<ul class="cards">{facts}</ul>{remarks}</section>')
     top = parts[0] if len(parts) == 1 else f'<div class="columns">{"".join(parts)}</div>'
-    return f'{top}\n<div class="panel sizes"><h3>Stored, in kB</h3>{_sizes(sides, artist)}</div>'
+    return f'{top}\n<div class="panel sizes"><h3>In the file, in kB</h3>{_sizes(sides, artist)}</div>'
 
 
 def _cards(model: ModelFacts) -> dict[str, str]:
     """Return the facts at the top as HTML: name -> value."""
     cards = {} if model.sqnr_db is None else {"SQNR of the outputs": decibels(model.sqnr_db)}
-    cards["stored"] = size(model.stored_bytes)
-    cards["as float32"] = size(model.as_float32_bytes)
+    cards["the file"] = size(model.sizes.summary["bytes"])
+    cards["as float32"] = size(model.sizes.summary["as_float32_bytes"])
     if model.ms is not None:
         cards[f"a run in {escape(model.runtime)}"] = f"{model.ms:.3g} ms"
     return cards | {f"tensors {escape(state)}": f"{count:,}" for state, count in model.states.items()}
@@ -106,12 +106,15 @@ def _cards(model: ModelFacts) -> dict[str, str]:
 
 def _sizes(sides: Sides, artist: Artist) -> str:
     """Return the bytes of each model by group of dtypes, beside those in float32."""
-    in_float = sides.models[0].as_float32_bytes / 1000
-    bars: list[tuple[str, list[tuple[str, float]]]] = [("in float32", [("float", in_float)])]
+    whole = sides.models[0].sizes.summary
+    nodes = whole["bytes"] - whole["stored_bytes"]
+    in_float = {"float": (whole["as_float32_bytes"] - nodes) / 1000, NODES: nodes / 1000}
+    bars: list[tuple[str, list[tuple[str, float]]]] = [("in float32", list(in_float.items()))]
     for side, model in zip(sides.names, sides.models, strict=True):
         held = dict.fromkeys(GROUPS, 0.0)
-        for row in model.sizes:
+        for row in model.sizes.rows:
             held[_group(row)] += row["bytes"] / 1000
+        held[NODES] = (model.sizes.summary["bytes"] - model.sizes.summary["stored_bytes"]) / 1000
         bars.append((side or "this model", [(group, count) for group, count in held.items() if count]))
     used = {group for _, parts in bars for group, _ in parts}
     picture = artist.sizes(bars, {group: value for group, value in GROUPS.items() if group in used})
@@ -151,6 +154,13 @@ def _differences(sides: Sides) -> str:
     cells = [list(zip(*map(facts_of, row), strict=True)) for row in sides.rows]
     facts = ("dtypes", "share of noise", "SQNR alone", "bytes", "ms")
     used = [place for place in range(len(facts)) if any(any(row[place]) for row in cells)]
-    head = ["layer", *(f"{facts[place]} {side}" for place in used for side in sides.names)]
-    kept = [[name, *(cell for place in used for cell in row[place])] for name, row in zip(names, cells, strict=True)]
+    head = ["layer", *(facts[place] for place in used)]
+    kept = [[name, *(_both(sides, row[place]) for place in used)] for name, row in zip(names, cells, strict=True)]
     return f'<div class="panel">{table(head, kept, ["differs" if differ(row) else "" for row in sides.rows])}</div>'
+
+
+def _both(sides: Sides, values: Sequence[str]) -> str | tuple[str, ...]:
+    """Return the lines of a cell: what the models have, which is said once where it is the same."""
+    if len(set(values)) == 1:
+        return values[0]
+    return tuple(f"{side} {value}" for side, value in zip(sides.names, values, strict=True) if value)

@@ -119,7 +119,7 @@ class Artist:
             axes.spines["left"].set_visible(False)
             axes.locator_params(axis="x", nbins=6)
             return self._svg(
-                figure, "Bytes of the stored tensors by dtype", {v: colours[k] for k, v in stand_ins.items()}
+                figure, "Bytes of the file by what takes them", {v: colours[k] for k, v in stand_ins.items()}
             )
 
     def _svg(self, figure: Figure, label: str, colours: Mapping[str, str] | None = None) -> str:

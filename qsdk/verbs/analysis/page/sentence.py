@@ -15,14 +15,14 @@ def sentence(layers: Sequence[LayerFacts], times_smaller: float, sqnr_db: float 
 
     Args:
         layers: of the model.
-        times_smaller: than the same weights in float32.
+        times_smaller: the file is than with its weights in float32.
         sqnr_db: of the outputs; None without data.
         noise: what it counts, in words.
     """
     label = precision_label(layers)
     if label == FLOAT:
         return "Nothing is quantized."
-    parts = [label, f"{times_smaller:.1f} times smaller than float32"]
+    parts = [label, f"a file {times_smaller:.1f} times smaller than in float32"]
     if sqnr_db is not None:
         parts.append(f"outputs {sqnr_db:.1f} dB above {noise} (SQNR)")
     text = ", ".join(parts)

@@ -5,8 +5,9 @@ from html import escape
 from typing import Any
 
 from qsdk.core.numerics.dtypes import tensor_dtype_named
+from qsdk.core.report import EXACT_DB
 
-_EXACT = 200.0  # dB, the most that is ever reported
+NODES = "nodes and their names"
 #: what stored bytes are of, and its colour in the style sheet, in the order in which they are drawn
 GROUPS: Mapping[str, str] = {
     "4 bits or fewer": "var(--bits4)",
@@ -15,6 +16,7 @@ GROUPS: Mapping[str, str] = {
     "int32": "var(--others)",
     "float": "var(--floats)",
     "scales and zero points": "var(--scales)",
+    NODES: "var(--line)",
 }
 
 
@@ -35,7 +37,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 def decibels(value: float | None) -> str:
     """Return an SQNR; what is exact has none."""
-    return "-" if value is None else "exact" if value >= _EXACT else f"{value:.1f} dB"
+    return "-" if value is None else "exact" if value >= EXACT_DB else f"{value:.1f} dB"
 
 
 def percent(share: float | None) -> str:
@@ -62,24 +64,27 @@ def key(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[Any]], classes: Sequence[str] = ()) -> str:
-    """Return a table; numbers stand on the right, and text is escaped.
+    """Return a table; numbers stand on the right, and text is escaped. Narrow screens show it without its heads.
 
     Args:
         names: of the columns.
-        rows: cells of text or numbers.
+        rows: cells of text, lines of text or numbers.
         classes: of the rows.
     """
     lines = []
     for place, row in enumerate(rows):
         kind = f' class="{escape(classes[place])}"' if place < len(classes) and classes[place] else ""
-        lines.append(f"<tr{kind}>" + "".join(_cell(value) for value in row) + "</tr>")
+        cells = "".join(_cell(name, value) for name, value in zip(names, row, strict=True))
+        lines.append(f"<tr{kind}>{cells}</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f'<div class="scroll"><table><tr>{head}</tr>\n' + "\n".join(lines) + "</table></div>"
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
+    """Return a cell, which knows the head of its column for where that is not shown."""
+    head = f'data-head="{escape(name)}"'
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return (
-            f'<td class="number">{value:.4g}</td>' if isinstance(value, float) else f'<td class="number">{value:,}</td>'
-        )
-    return f"<td>{escape('' if value is None else str(value))}</td>"
+        return f'<td {head} class="number">{f"{value:.4g}" if isinstance(value, float) else f"{value:,}"}</td>'
+    if isinstance(value, tuple):
+        return f"<td {head}>{''.join(f'<div>{escape(line)}</div>' for line in value)}</td>"
+    return f"<td {head}>{escape('' if value is None else str(value))}</td>"
