@@ -26,12 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = getattr(import_module(module), function)(options)
         sys.stdout.flush()
-    except (FileFormatError, ConfigError) as error:
-        print(f"qsdk: {error}", file=sys.stderr)
-        return UNREADABLE  # or wrong usage
     except QsdkError as error:
-        print(f"qsdk: {error}", file=sys.stderr)
-        return 1
+        words = import_module("qsdk.commands.printing").in_shell_words(str(error), vars(options))
+        print(f"qsdk: {words}", file=sys.stderr)
+        return UNREADABLE if isinstance(error, FileFormatError | ConfigError) else 1  # wrong usage is a ConfigError
     except KeyboardInterrupt:
         print("qsdk: interrupted; what was being written was not put in place", file=sys.stderr)
         return INTERRUPTED

@@ -39,7 +39,7 @@ _STILL_FLOAT = (
 )
 _QUANTIZE_THE_REST = (
     "what the file leaves float, qsdk quantizes: sim = qsdk.quantize(model, None, qsdk.w8a8()), then "
-    "qsdk.calibrate(sim, data) and qsdk.export(sim, path)"
+    "qsdk.calibrate(sim, data) and qsdk.export(sim, path); in the shell, qsdk quantize MODEL OUT --data PATH"
 )
 _COLUMNS = ("node", "site", "op_type", "form", "rounding", "accumulator_bound", "channels")
 _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10

@@ -1,16 +1,55 @@
-"""Reports on standard output: as tables, or as one JSON document."""
+"""Reports on standard output, as tables or as one JSON document, and errors with the names of the shell's options."""
 
+import ast
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from qsdk.core.report import Report
 
+_OTHER_NAMES = {"float_model": "float", "names": "name", "shapes": "shape"}
+#: what the shell has no option for, or one of another meaning
+_NO_OPTIONS = {"model", "a", "b", "out", "run", "input", "method"}
+#: an argument of Python: its name, and its value where one is shown
+_ARGUMENT = re.compile(r"""\b([a-z_]+)=("[^"]*"|'[^']*'|\{[^}]*\}|\[[^\]]*\]|[\w.%-]*)""")
+
 
 def show(report: Report, *, as_json: bool) -> None:
     """Print the whole of a report; as JSON it is `{"title", "rows", "summary"}`, with infinities and NaN as strings."""
     print(json.dumps(_plain(report.to_dict()), indent=1) if as_json else report.full())
+
+
+def in_shell_words(message: str, options: Mapping[str, Any]) -> str:
+    """Return an error with the options of a command in place of the arguments of Python that they stand for.
+
+    Args:
+        message: of the error.
+        options: of the command that was run, by the names of argparse.
+    """
+
+    def option_of(found: re.Match[str]) -> str:
+        name, value = _OTHER_NAMES.get(found[1], found[1]), found[2]
+        if name not in options or name in _NO_OPTIONS or value == "None":
+            return found[0]
+        option = f"--{name.replace('_', '-')}"
+        if value.startswith("{"):
+            return f"{option} {_pair(value)}"
+        shown = value.strip("\"'")
+        return option if not value or value.startswith("[") else f"{option} {shown}"
+
+    return _ARGUMENT.sub(option_of, message)
+
+
+def _pair(mapping: str) -> str:
+    """Return the first entry of a mapping as options take it, such as `x=1,3,224,224`."""
+    try:
+        name, value = next(iter(ast.literal_eval(mapping).items()))
+    except (ValueError, SyntaxError, StopIteration):  # words in place of an example
+        return "NAME=VALUE"
+    return shlex.quote(f"{name}={value if isinstance(value, str) else ','.join(map(str, value))}")
 
 
 def _plain(value: Any) -> Any:

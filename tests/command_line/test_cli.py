@@ -15,6 +15,7 @@ from qdq_models import convnet, make_model, mlp
 
 import qsdk
 from qsdk.cli import main
+from qsdk.commands.printing import in_shell_words
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -564,3 +565,36 @@ def test_an_interrupt_is_one_line(at: Path, capsys, monkeypatch: pytest.MonkeyPa
     assert (code, out) == (130, "")
     assert err.strip().splitlines()[-1] == "qsdk: interrupted; what was being written was not put in place"
     assert not (at / "m.onnx").exists()
+
+
+def test_errors_name_the_options_of_the_shell(at: Path, capsys):
+    code, _, err = said(capsys, "compare", "float.onnx", "model.onnx")
+    assert code == 2
+    assert "--data is missing" in err
+    assert "data=" not in err
+    code, _, err = said(capsys, "compare", "float.onnx", "model.onnx", "--random", 1, "--name", "nothing=mm1")
+    assert code == 2
+    assert "--name has 'nothing'" in err
+    code, _, err = said(capsys, "to-integer", "float.onnx", "i.onnx")
+    assert code == 1
+    assert "in the shell, qsdk quantize MODEL OUT --data PATH" in err
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("data= is missing", "--data is missing"),
+        ("give data=[batch], or leave it out", "give --data, or leave it out"),
+        ("export with dialect='onnx', or edges=\"integer\"", "export with --dialect onnx, or --edges integer"),
+        ("its sizes: shapes={'x': (1, 3, 8, 8)} (its own)", "its sizes: --shape x=1,3,8,8 (its own)"),
+        ("dynamic axes: shapes={input name: sizes}", "dynamic axes: --shape NAME=VALUE"),
+        ("give float_model= for max_drop=0.5", "give --float for --max-drop 0.5"),
+        (
+            "open it with config=None, forward=lambda m, b: m(b[0])",
+            "open it with config=None, forward=lambda m, b: m(b[0])",
+        ),
+    ],
+)
+def test_arguments_of_python_become_options(message: str, shown: str):
+    options = dict.fromkeys(("data", "dialect", "edges", "shape", "float", "max_drop", "config", "model"))
+    assert in_shell_words(message, options) == shown
