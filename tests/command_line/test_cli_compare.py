@@ -81,5 +81,5 @@ def test_folders_and_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(folder, "compare", "ours", "theirs", "--name", "relu=zz") == 0
     assert "matched: 1\n" in capsys.readouterr().out
     assert run(folder, "compare", "ours", "float.onnx") == 2
-    assert "data= is missing" in capsys.readouterr().err
+    assert "--data is missing" in capsys.readouterr().err
     assert run(folder, "compare", "float.onnx", "nowhere.onnx", "--data", "images.npz") == 2
