@@ -360,7 +360,7 @@ def test_to_integer(at: Path, capsys):
     assert said(capsys, "validate", at / "mlp.int.onnx", "--strict")[0] == 0
     code, _, err = said(capsys, "to-integer", "model.onnx", at / "no.onnx", "--allow-float", "Softmix")
     assert code == 2
-    assert "allow_float='Softmix' matches no node" in err
+    assert "--allow-float Softmix matches no node" in err
     options = ["--target", "onnxruntime", "--weights", "signed", "--requantize", "qlinear"]
     found = document(capsys, "to-integer", at / "mlp.q.onnx", at / "mlp.kernels.onnx", *options)
     assert {row["form"] for row in found["rows"]} == {"QGemm"}
