@@ -470,7 +470,7 @@ def test_profile_shows_milliseconds_by_layer(at: Path, capsys):
     assert compared["summary"]["speedup"] > 0
     code, _, errors = said(capsys, "profile", "model.onnx", "--threads", "0")
     assert code == 2
-    assert "threads=0 and repeats=20 must be 1 or more" in errors
+    assert "--threads 0 and --repeats 20 must be 1 or more" in errors
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
