@@ -52,7 +52,7 @@ class NoiseProbe:
         self._waiting.append((site, error, gradients))
         if not torch.is_grad_enabled():  # inside a part of the model that forbids them
             return x
-        tapped = x if x.requires_grad and site not in self.channel_axes else x.detach().requires_grad_()
+        tapped = x if x.requires_grad and site not in self.channel_axes else _leaf(x)
         tapped.register_hook(gradients.append)  # type: ignore[no-untyped-call]
         return tapped
 
@@ -114,6 +114,13 @@ def _by_part(products: Tensor, axis: int | None, examples: int) -> Tensor:
         return products.movedim(axis, 0).reshape(products.shape[axis], -1).sum(1) if products.dim() else products
     rows = examples if products.dim() and products.shape[0] % max(examples, 1) == 0 else 1
     return products.reshape(rows, -1).sum(1)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """Return a tensor of the same values that gradients end at, in the layout that torch wants of one that adds up."""
+    dense = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    dense = dense and 0 not in x.stride()  # as an axis of length one may have
+    return (x.detach() if dense else x.detach().clone(memory_format=torch.contiguous_format)).requires_grad_()
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def test_the_int32_bias_of_a_norm_is_adopted_as_the_file_has_it(activation, tmp_
 
 @pytest.mark.parametrize("activation", ["QUInt16", "QInt16"])
 def test_codes_of_a_bias_beyond_float32_are_adopted_as_the_floats_of_the_runtime(activation, tmp_path):
-    stored = {"w": RNG.normal(size=(16, 6)) * 0.01, "b": RNG.normal(size=6)}
+    rng = np.random.default_rng(3)  # codes of b that no float32 stands for
+    stored = {"w": rng.normal(size=(16, 6)) * 0.01, "b": rng.normal(size=6)}
     stored = {name: value.astype(np.float32) for name, value in stored.items()}
     model = make_model([node("Gemm", ["x", "w", "b"], ["y"], "fc")], {"x": ["n", 16]}, {"y": ["n", 6]}, stored)
     kinds = {"activation_type": getattr(QuantType, activation), "weight_type": QuantType.QInt8}
