@@ -104,6 +104,7 @@ def test_a_budget_of_more_than_the_metric_is_met_with_a_remark(model):
     assert report.summary["budget_remark"].startswith("max_drop=5 lets the metric, which is 0.9 in float, fall to 0")
 
 
+@pytest.mark.slow
 def test_a_stream_with_an_outlier_is_rotated_and_the_lines_repeat_it():
     torch.manual_seed(0)
     model, data = Residual().eval(), list(torch.randn(64, 8).split(16))

@@ -56,6 +56,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_all_packages_data_and_licences(wheel: Path):
     with zipfile.ZipFile(wheel) as opened:
         sizes = {info.filename: info.file_size for info in opened.infolist()}
@@ -70,6 +71,7 @@ def test_the_wheel_holds_all_packages_data_and_licences(wheel: Path):
     assert sum(size for name, size in sizes.items() if name.startswith("qsdk/demo/")) <= MAX_DEMO_BYTES
 
 
+@pytest.mark.slow
 def test_the_installed_packages_are_those_of_the_wheel(python: Path, tmp_path: Path):
     code = f"import {', '.join(PACKAGES)}\nfor p in ({', '.join(PACKAGES)}): print(p.__file__)"
     found = [Path(line) for line in run(python, "-c", code, cwd=tmp_path).splitlines()]

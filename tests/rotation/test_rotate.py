@@ -62,6 +62,7 @@ def calibrated():
     return model, sim, x
 
 
+@pytest.mark.slow
 def test_outliers_are_gone_and_ranges_are_found_again(calibrated):
     model, sim, x = calibrated[0], copy.deepcopy(calibrated[1]), calibrated[2]
     wanted, site = exact(model, x), "model.model.layers.0/add.1:output"

@@ -164,6 +164,7 @@ def test_a_copied_sim_saves_itself_and_a_copied_model_no_sim(tmp_path: Path):
     assert type(hf.BertForSequenceClassification.from_pretrained(tmp_path / "alone")) is type(sim.unwrap())
 
 
+@pytest.mark.slow
 def test_a_part_of_the_model_is_saved_without_encodings(tmp_path: Path):
     sim = quantized("bert")
     sim.model.bert.save_pretrained(tmp_path)

@@ -110,6 +110,7 @@ def test_the_encodings_file_alone_gives_what_the_quantized_export_computes(name,
             assert {str(stored) for stored in integers(onnx.load(tmp_path / "out.onnx")).values()} <= codes
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_table_that_the_exporter_looked_up_are_quantized_as_the_table_and_as_rows(exports, tmp_path):
     folder, net, _, _ = exports("bert")
     report = qsdk.apply_encodings(exports.float_model("bert"), folder / "q.encodings.json", tmp_path / "out.onnx")

@@ -66,7 +66,7 @@ def test_the_file_computes_the_simulated_codes_at_each_opset_that_has_its_operat
         np.testing.assert_allclose(got, sim(x).numpy(), atol=float(sim.encodings[output_of(sim)].scale[0]) * 1.01)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [13, 14])
 def test_a_block_of_open_sizes_computes_the_same_at_other_sizes(tmp_path, opset):
     torch.manual_seed(0)

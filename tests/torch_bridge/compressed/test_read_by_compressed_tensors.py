@@ -188,6 +188,7 @@ def test_transformers_quantizes_activations_as_the_sim_does(name: str, tmp_path:
     assert (read - float_logits).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_asymmetric_activations_keep_their_zero_points(tmp_path: Path):
     config = (
         qsdk.w8a8().for_dialect("compressed-tensors").override("*", activation="uint8", symmetric_activations=False)
@@ -230,6 +231,7 @@ def test_groups_and_formats_side_by_side(tmp_path: Path):
     torch.testing.assert_close(loaded, sim(input_ids=ids()).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tied_head_stays_float_and_tied(tmp_path: Path):
     model = llama(tie_word_embeddings=True)
     sim = sim_of(model, qsdk.weight_only("int4", block_size=32))

@@ -221,6 +221,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_model_and_its_tokenizer(tmp_path: Path):
     source = tmp_path / "float"
     decoder("Llama", num_hidden_layers=1).save_pretrained(source)

@@ -125,6 +125,7 @@ def _step(path: Path, sizes: dict[str, list[int | None]]) -> dict[str, np.ndarra
     return dict(zip([one.name for one in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
+@pytest.mark.slow
 def test_a_cache_without_codes_is_refused(tmp_path: Path) -> None:
     four = _sim(qsdk.weight_only("int8", kv_cache="int4"))
     with pytest.raises(ConfigError, match=r"has codes of int4, which NumPy does not have; choose kv_cache='int8'"):

@@ -44,6 +44,7 @@ def test_the_file_generates_what_the_simulation_does(config: QuantConfig, granul
     assert report.summary["passed"], report
 
 
+@pytest.mark.slow
 def test_parity_takes_the_batches_that_calibration_took(tmp_path: Path) -> None:
     sim = _sim(qsdk.w8a8(kv_cache="int8"))
     qsdk.export(sim, tmp_path / "model.onnx")

@@ -90,6 +90,7 @@ def test_the_weights_are_written_once_and_old_ones_go(tmp_path: Path) -> None:
     assert data.stat().st_size < 2 * 512 * 32 + 2**16
 
 
+@pytest.mark.slow
 def test_parity_of_both_files(tmp_path: Path) -> None:
     qsdk.export(_sim(), tmp_path / "model.onnx", shapes=BOTH, cache="integer")
     ids = tokens(3, length=PROMPT)
