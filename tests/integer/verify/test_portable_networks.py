@@ -138,6 +138,7 @@ def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     require_same(standard, portable, codes(standard, make()))
 
 
+@pytest.mark.slow
 def test_an_int64_mask_is_taken_for_32_bits_and_the_certificate_says_so():
     model = masked(TensorProto.INT64)
     standard, portable = both(model, edges="integer")

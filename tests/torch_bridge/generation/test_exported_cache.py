@@ -103,6 +103,7 @@ def test_a_cache_that_keeps_a_window_alone_is_refused() -> None:
         qsdk.quantize(model, {"input_ids": ids[:, 4:], "past_key_values": cache})
 
 
+@pytest.mark.slow
 def test_a_step_of_one_token_gives_no_file_of_one_length_without_a_word() -> None:
     model = DECODERS["llama"]()
     with pytest.raises(ExportError, match="give quantize an example of two new tokens at least"):

@@ -98,6 +98,7 @@ def test_a_config_file_keeps_the_choice(tmp_path: Path) -> None:
     assert qsdk.load_config(tmp_path / "config.json") == config
 
 
+@pytest.mark.slow
 def test_a_rule_that_matches_no_keys_and_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'lm_head' -> kv_cache=int8 matches no keys and values .*self_attn/cat\.2"):
         _sim(qsdk.w8a8().override("lm_head", kv_cache="int8"))

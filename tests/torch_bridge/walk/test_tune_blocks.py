@@ -219,6 +219,7 @@ def test_learning_scales_alone_changes_no_weight_and_freezes_nothing() -> None:
     assert not any(q.frozen for q in sim.quantizers.values())
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     data, found = images(), []
     for seed in (3, 3, 4):
@@ -302,6 +303,7 @@ class Shared(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_modules_called_twice_or_shared_between_blocks_are_skipped() -> None:
     torch.manual_seed(0)
     data = [torch.randn(16, 5, 8) for _ in range(8)]

@@ -48,6 +48,7 @@ def test_the_written_folder_runs_texts_of_any_length(folder: Path, tmp_path: Pat
         assert logits.shape == (rows, length, VOCABULARY)
 
 
+@pytest.mark.slow
 def test_without_data_only_weights_can_be_quantized(folder: Path, tmp_path: Path):
     with pytest.raises(qsdk.ConfigError, match=r"quantizes activations.*pass data=.*weight_only"):
         qsdk.quantize_checkpoint(folder, tmp_path / "out", "w4a16", progress=False)
@@ -140,6 +141,7 @@ def test_a_folder_of_no_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path):
         qsdk.quantize(tmp_path, None, "w8a8")
 
 
+@pytest.mark.slow
 def test_a_cache_crosses_the_edges_of_the_file_in_float32(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "llama", num_hidden_layers=1)
     sim = qsdk.quantize(folder, None, qsdk.weight_only("int4", kv_cache="int8"))
@@ -154,6 +156,7 @@ def test_a_cache_crosses_the_edges_of_the_file_in_float32(tmp_path: Path):
     assert qsdk.check_parity(again, tmp_path / "model.onnx", [sim.example.kwargs], progress=False).summary["passed"]
 
 
+@pytest.mark.slow
 def test_an_encoder_from_a_folder_gets_a_mask_in_its_example(tmp_path: Path):
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertForSequenceClassification(BertConfig(**sizes, intermediate_size=16)).save_pretrained(tmp_path)

@@ -52,6 +52,7 @@ def state_of(sim):
     return [sim.run(batch).logits for batch in DATA], sim.encodings, sim.unwrap().state_dict()
 
 
+@pytest.mark.slow
 def test_a_sim_of_a_folder_is_the_sim_of_its_model_after_every_verb(folder: Path):
     before = digests(folder)
     sims = both_sims(folder)
@@ -86,6 +87,7 @@ def train(sim) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_weights_that_a_verb_changed_lie_in_files(calibrated):
     files = calibrated.weight_files
     weight = calibrated.model.model.layers[0].mlp.down_proj.weight
