@@ -11,14 +11,10 @@ from onnx import NodeProto
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.nodes import attributes
+from qsdk.core.graph.op_facts import EXTREMES, MOVEMENTS
 
 #: ops that move or choose elements, and so may be computed on codes between a pair and what reads it
-_MOVES = frozenset(
-    (
-        *("Clip", "Concat", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "ReduceMax", "ReduceMin", "Relu"),
-        *("Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
-    )
-)
+_MOVES = MOVEMENTS | EXTREMES | {"Clip", "Concat", "Dropout", "Pad", "Relu"}
 #: ops that are right behind 16 bits alone
 RECURRENT = frozenset({"GRU", "LSTM"})
 _LAST_OF_THREE = 2  # an axis beyond it is that of a tensor of four axes or more, whose means are right

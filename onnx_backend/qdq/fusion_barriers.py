@@ -2,7 +2,7 @@
 
 A Sum of one operand changes no value, and the runtime neither fuses nor moves it. `onnxruntime_table` lists where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
-2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Seven more:
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Eight more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
 beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits is wrong
 wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a MatMulNBits
@@ -10,7 +10,8 @@ replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8
 weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
 copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
 which is then quantized; and its QLinearAdd and QLinearMul end the process where they broadcast an empty tensor
-(onnxruntime 1.32), such as a list of no detections.
+(onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes of an int32 bias as if their scale
+were that of the input times that of the weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ class _BarrierInserter:
             if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
                 nodes += self._barrier(node.output[0], self._wrong_readers(node))
             elif node.op_type == "DequantizeLinear":
-                nodes += self._barrier(node.output[0], self._packing_readers(node))
+                nodes += self._barrier(node.output[0], [*self._packing_readers(node), *self._bias_readers(node)])
             else:
                 for name in (name for name in node.output if name in self.outputs):
                     nodes += self._barrier(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
@@ -128,6 +129,27 @@ class _BarrierInserter:
         if type_name(weight.data_type) not in _NBITS:
             return []
         return [node for node in layers if node.op_type in _MATRIX_LAYERS and self._rounds(node)]
+
+    def _bias_readers(self, dequantize: NodeProto) -> list[NodeProto]:
+        """Return the readers of an int32 bias whose scales are not those of its layer, which QGemm takes them for."""
+        name = dequantize.output[0]
+        if self.stored[dequantize.input[0]].data_type != TensorProto.INT32:
+            return []
+        return [reader for reader in self.readers.get(name, []) if self._has_other_scales(reader, name, dequantize)]
+
+    def _has_other_scales(self, reader: NodeProto, bias: str, dequantize: NodeProto) -> bool:
+        layer: NodeProto | None = reader
+        if reader.op_type == "Add":  # the runtime makes a Gemm of a MatMul and an Add
+            layer = self.makers.get(next((name for name in reader.input if name != bias), ""))
+        if layer is None or layer.op_type not in _MATRIX_LAYERS or bias in layer.input[:2]:
+            return False
+        pairs = [self.makers.get(name) for name in layer.input[:2]]
+        scales = [pair.input[1] for pair in pairs if pair is not None and pair.op_type == "DequantizeLinear"]
+        if len(scales) < len(pairs) or any(name not in self.stored for name in (*scales, dequantize.input[1])):
+            return False
+        wanted = np.multiply(*(self._value(name).astype(np.float64) for name in scales))
+        own = self._value(dequantize.input[1])
+        return wanted.ndim < 2 and not np.allclose(own, wanted, rtol=1e-6, atol=0)  # blocks have no QGemm
 
     def _rounds(self, layer: NodeProto) -> bool:
         """Return True if a layer's input is quantized to other than the 8 bits to which MatMulNBits rounds it."""

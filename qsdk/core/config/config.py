@@ -234,7 +234,8 @@ class QuantConfig:
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
         changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
         if unsigned_linear_in(dialect) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
-            unsigned = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": uint8, "symmetric_weights": True}
+            unsigned = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": uint8}
+            unsigned |= {"symmetric_weights": self.symmetric_weights is not False}
             first = make_rule("*", unsigned, optional=True)  # so that every rule of the user's comes after it
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
         op_types, bias = float_biases_of(dialect)

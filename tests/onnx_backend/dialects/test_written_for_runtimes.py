@@ -1,6 +1,7 @@
 """A network goes the whole road in the dialect of each runtime, and runs there as it is simulated."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -160,6 +161,8 @@ def test_for_onnxruntime_weights_become_uint8_unless_a_rule_says_otherwise():
     assert config.for_dialect("onnxruntime") == config
     first, own = config.rules
     assert (str(first.weight), first.symmetric_weights, str(own.weight)) == ("uint8", True, "int8")
+    asymmetric = replace(qsdk.w8a8(), symmetric_weights=False).for_dialect("onnxruntime")
+    assert (str(asymmetric.rules[0].weight), asymmetric.rules[0].symmetric_weights) == ("uint8", False)
     for other in (qsdk.w8a16(), qsdk.w4a8(), qsdk.weight_only("int8"), qsdk.w8a8(block_size=16)):
         assert other.for_dialect("onnxruntime") == other
 

@@ -1,6 +1,7 @@
 """Zero points that are zero, where the runtime needs them to compute a Gemm on codes exactly; and nowhere else."""
 
 import numpy as np
+import onnx
 import pytest
 from onnx import helper, numpy_helper
 from qdq_models import classifier, convnet, make_model, mlp, optimized, prepared, run, weights
@@ -158,6 +159,20 @@ def test_the_largest_sums_are_exact_on_every_processor(edge):
     x = np.full((3, 16), 255 * 0.02, np.float32)
     wanted = opened(model, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
     np.testing.assert_array_equal(opened(model, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0], wanted)
+
+
+@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_bias_in_another_scale_is_not_taken_for_one_in_that_of_the_layer(op, factor, tmp_path):
+    """The runtime's QGemm does not look at the scale of the bias."""
+    model = layer(op)
+    model.graph.initializer[5].CopyFrom(numpy_helper.from_array(np.full(8, factor * 2e-4, np.float32), "bs"))
+    qsdk.export(qsdk.quantize(model), tmp_path / "model.onnx")
+    written = onnx.load(tmp_path / "model.onnx")
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    wanted = opened(written, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(opened(written, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0], wanted)
+    assert ("QGemm" in optimized(written, tmp_path)) == (factor == 1)
 
 
 @pytest.mark.parametrize("width", [16, 5000])
