@@ -50,7 +50,7 @@ class Readers:
             return f"{reader.op_type}>"
         return reader.op_type
 
-    def integer(self, node: NodeProto) -> str:
+    def integer_type(self, node: NodeProto) -> str:
         """Return the type that a BitShift is computed in, by its stored operands; "" if none is stored."""
         types = [type_name(self.stored[name].data_type) for name in node.input if name in self.stored]
         return types[0] if types else ""

@@ -68,7 +68,7 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
 
 def _wrong_shift(node: NodeProto, known: Readers, table: RuntimeTable) -> Iterator[Finding]:
     """Yield a shift of integers of 64 bits that are computed in 32, and one that is right below 2**31 alone."""
-    dtype = known.integer(node)
+    dtype = known.integer_type(node)
     if dtype not in table.shifts:
         return
     remedy = 'write integer-only files with to_integer(target="portable")'
