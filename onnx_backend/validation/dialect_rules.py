@@ -34,6 +34,8 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
     if writing.fixed_sizes and (opened := open_inputs(model)):
         problem = f"{', '.join(opened)} has open axes, and the runtime compiles for one size"
         yield error("", "sizes", problem, 'export with shapes={"name": sizes}')
+    if dialect == "openvino":
+        yield from _quantized_by_the_runtime(model, known)
     for node in model.graph.node:
         if node.op_type == "DynamicQuantizeLinear" and not writing.for_onnxruntime and dialect != "onnx":
             problem = "ranges that are found while the model runs were not tried on this runtime"
@@ -64,6 +66,24 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             yield from _unclipped(node, known)
         if dialect in TABLES and node.op_type == "DequantizeLinear":
             yield from _wrong_readers(node, known, TABLES[dialect])
+
+
+def _quantized_by_the_runtime(model: ModelProto, known: Readers) -> Iterator[Finding]:
+    """Yield one warning for all Linears with stored integers for weights that do not run in integers."""
+    found = [node for node in model.graph.node if node.op_type in ("MatMul", "Gemm") and _is_decompressed(node, known)]
+    if found:
+        problem = (
+            f"by default the runtime quantizes to 8 bits what this layer reads ({len(found)} such layers in the file), "
+            "in groups of 32 and while it runs, on processors with VNNI"
+        )
+        remedy = 'compile the model with {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}, as check_parity does'
+        yield warning(node_label(found[0]), "session", problem, remedy)
+
+
+def _is_decompressed(layer: NodeProto, known: Readers) -> bool:
+    """Return True if the runtime turns a Linear's stored integers into floats: they, or the inputs, are not 8 bits."""
+    weight = known.weight(layer.input[1]).removesuffix(" blocks")
+    return weight in ("int4", "uint4") or (weight in ("int8", "uint8") and pair_before(layer, known) is None)
 
 
 def _wrong_shift(node: NodeProto, known: Readers, table: RuntimeTable) -> Iterator[Finding]:

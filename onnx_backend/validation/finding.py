@@ -12,7 +12,7 @@ class Finding:
         node: the node's name (a path through functions and branches), else its first output's; a stored tensor's name
             where no node is at fault; "" for the model.
         rule: output_dtype, dtype, opset, shape, scale, zero_point, pair, grid, stored, unused, runtime,
-            kernel, default_session, dialect, placement, not_probed or checker.
+            kernel, default_session, session, dialect, sizes, clip, placement, not_probed or checker.
         severity: error or warning.
         problem: what is wrong.
         remedy: what to do.

