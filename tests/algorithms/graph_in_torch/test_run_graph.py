@@ -76,7 +76,7 @@ def test_outputs_and_gradients_of_the_demo_network_are_those_of_its_module():
     found.square().sum().backward()
     wanted.square().sum().backward()
     difference = (one.grad - other.grad).flatten(1).abs().amax(1) / other.grad.abs().max()
-    # a sum that is within rounding of a ReLU's kink has one gradient here and the other there: one image of 64 on average
+    # a sum within rounding of a ReLU's kink has one gradient here and another there: one image of 64 was measured
     assert (difference <= 1e-4).sum() >= 14
 
 
