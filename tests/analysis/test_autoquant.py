@@ -265,10 +265,12 @@ def test_what_costs_least_per_byte_is_lowered_first():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize(("side", "max_drop"), [("module", 117.0), ("file", 109.0)])  # 23 dB are enough
-def test_smaller_uses_what_is_left_of_the_budget_for_a_smaller_file(model, exported, sqnr, tmp_path, side, max_drop):
+@pytest.mark.parametrize("side", ["module", "file"])
+def test_smaller_uses_what_is_left_of_the_budget_for_a_smaller_file(model, exported, sqnr, tmp_path, side):
     given = model if side == "module" else exported
     data = BATCHES if side == "module" else [batch.numpy() for batch in BATCHES]
+    # the float file's own metric depends on the processor
+    max_drop = run(given, sqnr, data=data, max_drop=100.0).summary["reference"] - 23.0
     plain = run(given, sqnr, data=data, max_drop=max_drop)
     report = run(given, sqnr, data=data, max_drop=max_drop, smaller=True)
     assert steps(report) == [*steps(plain), "int4 and back"]
