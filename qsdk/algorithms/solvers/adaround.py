@@ -19,6 +19,7 @@ from qsdk.algorithms.solvers.rounding import (
     keep_nearest,
     order_by_diagonal,
 )
+from qsdk.algorithms.solvers.slabs import solve_in_slabs
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
@@ -70,26 +71,48 @@ def solve(
     the form of Babai's nearest plane (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
     """
     _require_options(problem, method, iterations, starts, damping, activation)
-    problem = on_torch(problem)
+    count = ITERATIONS[method] if iterations is None else iterations
+    if activation and problem.activation is not None:
+        return _solve_behind_activation(on_torch(problem), count, damping, relaxed, shift_bias=shift_bias)
+
+    def solver(part: LayerProblem) -> Solution:
+        grid, plain = _choices(part)
+        if (left := keep_nearest(part, plain)) is not None:
+            return left
+        evidence = Evidence.of(part, shift_bias=shift_bias)
+        objective = Objective.of(evidence.judged, damping)
+        if method == "fast":
+            codes = _fast(objective, grid, count, starts)
+        else:
+            codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
+        rounded = (codes * grid.scale).mT
+        rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
+        return evidence.solution(part.encoding, rounded, plain)
+
+    return solve_in_slabs(problem, solver)
+
+
+def _choices(problem: LayerProblem) -> tuple[WeightGrid, Tensor]:
+    """Return the grid points around each weight of a problem on torch, and the weight rounded to nearest."""
     full, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
-    plain = (full.nearest(weight) * full.scale).mT
+    return full.around(weight), (full.nearest(weight) * full.scale).mT
+
+
+def _solve_behind_activation(
+    problem: LayerProblem,
+    steps: int,
+    damping: float | None,
+    options: relaxation.RelaxationOptions,
+    *,
+    shift_bias: bool,
+) -> Solution:
+    grid, plain = _choices(problem)
     if (left := keep_nearest(problem, plain)) is not None:
         return left
-    count, grid = ITERATIONS[method] if iterations is None else iterations, full.around(weight)
-    if activation and problem.activation is not None:
-        outputs = SampledOutputs.of(problem)
-        gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
-        rounded = (relaxation.relax(weight, grid, gradient, count, relaxed) * grid.scale).mT
-        return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
-    evidence = Evidence.of(problem, shift_bias=shift_bias)
-    objective = Objective.of(evidence.judged, damping)
-    if method == "fast":
-        codes = _fast(objective, grid, count, starts)
-    else:
-        codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
-    rounded = (codes * grid.scale).mT
-    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
-    return evidence.solution(problem.encoding, rounded, plain)
+    outputs, weight = SampledOutputs.of(problem), problem.weight.mT
+    gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
+    rounded = (relaxation.relax(weight, grid, gradient, steps, options) * grid.scale).mT
+    return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
 
 
 def _require_options(

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch
+from qsdk.algorithms.solvers.on_torch import cells_of_weights
 from qsdk.algorithms.solvers.rounding import (
     BLOCK,
     SIDE_BY_SIDE,
@@ -20,6 +21,7 @@ from qsdk.algorithms.solvers.rounding import (
     keep_nearest,
     order_by_diagonal,
 )
+from qsdk.algorithms.solvers.slabs import solve_in_slabs
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
@@ -66,7 +68,24 @@ def solve(
     section 3.4.
     """
     _require_options(problem, block_size, damping, scales, sweeps)
-    problem = on_torch(problem)
+
+    factors = FACTORS if scales == "search" else (1.0,)
+    options: dict[str, Any] = {"act_order": act_order, "damping": damping, "shift_bias": shift_bias}
+    solver = partial(_solve, tried=factors, block_size=block_size, sweeps=sweeps, **options)
+    return solve_in_slabs(problem, solver)
+
+
+def _solve(
+    problem: LayerProblem,
+    *,
+    tried: Sequence[float],
+    act_order: bool,
+    block_size: int,
+    damping: float | None,
+    sweeps: int,
+    shift_bias: bool,
+) -> Solution:
+    """Solve a problem on torch; `tried` are the factors of the scales, for the rest see `solve`."""
     fixed, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
     plain = (fixed.nearest(weight) * fixed.scale).mT
     left = keep_nearest(problem, plain)
@@ -78,9 +97,7 @@ def solve(
     order = order if act_order else order.sort(-1).values
 
     cells = cells_of_weights(problem, problem.encoding)
-    factors, grid, codes = _search_scales(
-        problem, objective, order, cells, FACTORS if scales == "search" else (1.0,), block_size
-    )
+    factors, grid, codes = _search_scales(problem, objective, order, cells, tried, block_size)
     both = WeightGrid.concatenate([fixed, grid], 2)
     rounded, result = (coordinate_descent(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
     rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
