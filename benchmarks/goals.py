@@ -28,7 +28,10 @@ def looked_up(lines: Sequence[Any], key: Sequence[str]) -> float | None:
     """Return the number under a path of keys in the last of some JSON lines that has it."""
     for found in reversed(lines):
         for part in key:
-            found = found.get(part) if isinstance(found, dict) else None
+            if isinstance(found, list):  # the rows of a table
+                found = next((row for row in found if row.get("method") == part), None)
+            else:
+                found = found.get(part) if isinstance(found, dict) else None
         if isinstance(found, (int, float)):
             return found
     return None
@@ -48,8 +51,10 @@ def run(command: str) -> list[Any]:
 def machine() -> str:
     """Return the kind of this machine: its processor and how many of its cores this process may use."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2] for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores, {(names or [platform.processor()])[0].strip()}"
+    text = info.read_text() if info.exists() else ""
+    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
+    with_vnni = " with VNNI" if "vnni" in text else ""
+    return f"{len(os.sched_getaffinity(0))} cores, {(names or [platform.processor()])[0].strip()}{with_vnni}"
 
 
 def measured(benchmarks: Sequence[str]) -> tuple[dict[str, Measured], bool]:

@@ -136,7 +136,13 @@ def main(threads: list[int], network: str) -> None:
         for count in threads:
             sessions = {"float": session(paths["float"], count)}
             sessions |= {name: session(path, count) for name, path in files.items()}
-            row = {**named, "threads": count, **default, **ratios(sessions, feeds, count), "targets": TARGETS}
+            found = ratios(sessions, feeds, count)
+            of_default = {
+                "standard": found["qsdk standard"],
+                "onnxruntime": found[f"qsdk onnxruntime {default['default']}"],
+                "onnxruntime / qdq": found[f"qsdk onnxruntime {default['default']} / qdq"],
+            }
+            row = {**named, "threads": count, **default, **of_default, **found, "targets": TARGETS}
             print(json.dumps(row), flush=True)
         print(json.dumps({**named, "seconds to convert and measure": seconds}))
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ import qsdk
 from qsdk.demo.model import load_pretrained
 
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
+from detectors import images
+from fetch import NUDENET, fetch
 from zoo import MobileNetV2  # with random weights: speed does not depend on them
 
 ROUNDS = 7
@@ -65,18 +68,40 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
-def networks() -> dict[str, tuple[nn.Module, list[np.ndarray]]]:
-    """Name -> float network and batches."""
+@dataclass(frozen=True)
+class Given:
+    """A float ONNX file and batches for its one input."""
+
+    path: str
+    batches: list[np.ndarray]
+
+
+def demo(folder: Path) -> Given:
     rng = np.random.default_rng(0)
-    return {
-        "demo": (load_pretrained(), [rng.normal(size=(64, 1, 28, 28)).astype(np.float32) for _ in range(32)]),
-        "mobilenet_v2": (MobileNetV2(), [rng.normal(size=(8, 3, 224, 224)).astype(np.float32) for _ in range(16)]),
-        "transformer": (Transformer(), [rng.integers(0, 1000, (16, 64)) for _ in range(16)]),
-    }
+    batches = [rng.normal(size=(64, 1, 28, 28)).astype(np.float32) for _ in range(32)]
+    return Given(exported(load_pretrained(), batches[0], folder), batches)
 
 
-def exported(model: nn.Module, batch: np.ndarray, folder: str) -> str:
-    path = str(Path(folder) / "float.onnx")
+def mobilenet_v2(folder: Path) -> Given:
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(8, 3, 224, 224)).astype(np.float32) for _ in range(16)]
+    return Given(exported(MobileNetV2(), batches[0], folder), batches)
+
+
+def transformer(folder: Path) -> Given:
+    batches = [np.random.default_rng(0).integers(0, 1000, (16, 64)) for _ in range(16)]
+    return Given(exported(Transformer(), batches[0], folder), batches)
+
+
+def yolov8n(folder: Path) -> Given:
+    return Given(str(fetch(NUDENET) / "nudenet" / "320n.onnx"), images(320)[:8])
+
+
+NETWORKS = {make.__name__: make for make in (demo, mobilenet_v2, transformer, yolov8n)}
+
+
+def exported(model: nn.Module, batch: np.ndarray, folder: Path) -> str:
+    path = str(folder / "float.onnx")
     axes = ({0: torch.export.Dim("n", min=1, max=4096)},)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,15 +146,14 @@ def ratios(path: str, batches: list[np.ndarray]) -> dict[str, object]:
     return {**medians, "first_session": round(first / times["float"], 2)}
 
 
-def main() -> None:
-    chosen = sys.argv[1:]
+def main(*chosen: str) -> None:
     result = {}
-    for name, (model, batches) in networks().items():
-        if not chosen or name in chosen:
-            with tempfile.TemporaryDirectory() as folder:
-                result[name] = ratios(exported(model, batches[0], folder), batches)
+    for name in chosen or NETWORKS:
+        with tempfile.TemporaryDirectory() as folder:
+            given = NETWORKS[name](Path(folder))
+            result[name] = ratios(given.path, given.batches)
     print(json.dumps({"benchmark": "ONNX simulation over float passes", **result, "targets": TARGETS}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -62,7 +62,7 @@ def _problem(
 ) -> LayerProblem:
     rows = int(counts.sum())
     smoothed = (counts + 1).to(weight)
-    nothing: Any = torch.zeros_like(weight)
+    nothing: Any = weight.new_zeros(()).expand_as(weight)
     share = (smoothed / smoothed.sum())[:, None]
     return LayerProblem(
         layer.site,

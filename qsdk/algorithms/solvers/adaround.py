@@ -76,9 +76,9 @@ def solve(
         return _solve_behind_activation(on_torch(problem), count, damping, relaxed, shift_bias=shift_bias)
 
     def solver(part: LayerProblem) -> Solution:
-        grid, plain = _choices(part)
-        if (left := keep_nearest(part, plain)) is not None:
+        if (left := keep_nearest(part)) is not None:
             return left
+        grid, plain = _choices(part)
         evidence = Evidence.of(part, shift_bias=shift_bias)
         objective = Objective.of(evidence.judged, damping)
         if method == "fast":
@@ -106,9 +106,9 @@ def _solve_behind_activation(
     *,
     shift_bias: bool,
 ) -> Solution:
-    grid, plain = _choices(problem)
-    if (left := keep_nearest(problem, plain)) is not None:
+    if (left := keep_nearest(problem)) is not None:
         return left
+    grid, plain = _choices(problem)
     outputs, weight = SampledOutputs.of(problem), problem.weight.mT
     gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
     rounded = (relaxation.relax(weight, grid, gradient, steps, options) * grid.scale).mT

@@ -86,11 +86,10 @@ def _solve(
     shift_bias: bool,
 ) -> Solution:
     """Solve a problem on torch; `tried` are the factors of the scales, for the rest see `solve`."""
+    if (left := keep_nearest(problem)) is not None:
+        return left
     fixed, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
     plain = (fixed.nearest(weight) * fixed.scale).mT
-    left = keep_nearest(problem, plain)
-    if left is not None:
-        return left
     evidence = Evidence.of(problem, shift_bias=shift_bias)
     objective = Objective.of(evidence.judged, damping)
     order = order_by_diagonal(objective.h)
@@ -151,31 +150,57 @@ def _search_scales(
         rows.
     """
     unit = units_of(cells)
-    grids = [
-        WeightGrid.of(problem, _scale_encoding(problem, torch.full(unit.shape, f, device=unit.device), cells))
-        for f in factors
-    ]
-    codes: list[Tensor] = []
-    errors: list[Tensor] = []
+
+    def grid_of(factor: float) -> WeightGrid:
+        scaled = torch.full(unit.shape, factor, device=unit.device)
+        return WeightGrid.of(problem, _scale_encoding(problem, scaled, cells))
+
+    search, first = _Search(unit), None
     side = max(SIDE_BY_SIDE // objective.weight.numel(), 1)
-    for some in (grids[start : start + side] for start in range(0, len(grids), side)):
-        beside = WeightGrid.concatenate(some, 2)
-        rounded = error_feedback(objective, beside, order=order, block_size=block_size)
-        codes += rounded.chunk(len(some), 2)
-        errors += objective.beside(len(some))(rounded * beside.scale).chunk(len(some), 1)
-    summed = torch.zeros(len(grids), unit.numel(), device=unit.device)
-    summed.index_add_(1, unit.flatten(), torch.stack(errors).flatten(1))
-    best = summed.argmin(0)[unit]
-    chosen = torch.tensor(factors, device=unit.device)[best]
-    grid = WeightGrid.of(problem, _scale_encoding(problem, chosen, cells))
-
-    def of_best(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(tensors)).take_along_dim(best[None, :, None], 0)[0]
-
+    for some in (factors[start : start + side] for start in range(0, len(factors), side)):
+        grids = [grid_of(factor) for factor in some]
+        beside = WeightGrid.concatenate(grids, 2)
+        codes = error_feedback(objective, beside, order=order, block_size=block_size)
+        errors = objective.beside(len(some))(codes * beside.scale).chunk(len(some), 1)
+        first = codes.chunk(len(some), 2)[0] if first is None else first
+        for found in zip(some, grids, codes.chunk(len(some), 2), errors, strict=True):
+            search.add(*found)
+    assert first is not None
+    grid = WeightGrid.of(problem, _scale_encoding(problem, search.factors, cells))
     # rows are independent, unless the scales that their spec can store depend on all of them
-    same = torch.equal(grid.scale, of_best([each.scale for each in grids]))
-    result = of_best(codes) if same else error_feedback(objective, grid, order=order, block_size=block_size)
-    return chosen, grid, torch.cat([codes[0], result], 2)
+    same = torch.equal(grid.scale, search.scale)
+    result = search.codes if same else error_feedback(objective, grid, order=order, block_size=block_size)
+    return search.factors, grid, torch.cat([first, result], 2)
+
+
+class _Search:
+    """The best factor so far of each unit of outputs, with its scales and codes.
+
+    Attributes:
+        factors: float32 [groups, rows].
+        scale: of each weight, float32 [groups, K, rows].
+        codes: likewise.
+    """
+
+    def __init__(self, unit: Tensor) -> None:
+        self.unit = unit
+        self.factors = torch.ones(unit.shape, device=unit.device)
+        self.scale = self.codes = torch.empty(0)
+        self._lowest: Tensor | None = None
+
+    def add(self, factor: float, grid: WeightGrid, codes: Tensor, errors: Tensor) -> None:
+        """Keep a factor where the error of a unit, the sum over its outputs, is lower than with those before."""
+        summed = torch.zeros(self.unit.numel(), device=errors.device)
+        summed.index_add_(0, self.unit.flatten(), errors.flatten())
+        if self._lowest is None:
+            self._lowest, self.scale, self.codes = summed, grid.scale, codes
+            self.factors.fill_(factor)
+            return
+        better = (summed < self._lowest)[self.unit]
+        self._lowest = torch.minimum(summed, self._lowest)
+        self.factors[better] = factor
+        self.scale = torch.where(better[:, None], grid.scale, self.scale)
+        self.codes = torch.where(better[:, None], codes, self.codes)
 
 
 def _scale_encoding(problem: LayerProblem, factors: Tensor, cells: Tensor) -> Encoding:

@@ -19,6 +19,8 @@ from qsdk.core.numerics.encoding import Encoding
 BLOCK = 128
 #: Up to so many weights are rounded side by side in several ways; beyond, that is no faster.
 SIDE_BY_SIDE = 1 << 18
+#: Weights of an embedding whose error is computed at once.
+ROWS_OF_TABLE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -172,16 +174,35 @@ def with_held_back(problem: LayerProblem) -> LayerProblem:
     )
 
 
-def keep_nearest(problem: LayerProblem, plain: Tensor) -> Solution | None:
+def keep_nearest(problem: LayerProblem) -> Solution | None:
     """Return the solution for a problem that rounding cannot improve (a frozen encoding, an embedding); else None.
 
     In an embedding, each weight is an output of its own. Nothing can make up for its error, so nearest is best.
     """
-    if not problem.encoding.frozen and problem.layout.kind != "embedding":
+    if problem.layout.kind == "embedding":
+        error = _error_of_embedding(problem)
+    elif problem.encoding.frozen:
+        grid = WeightGrid.of(problem, problem.encoding)
+        error = problem.relative_error((grid.nearest(problem.weight.mT) * grid.scale).mT)
+    else:
         return None
     note = "its encoding is frozen" if problem.encoding.frozen else "each weight is read by itself: nearest is best"
-    error = problem.relative_error(plain)
     return Solution(problem.encoding, None, error, error, note=note)
+
+
+def _error_of_embedding(problem: LayerProblem) -> float:
+    """Return the relative error of the nearest codes, some rows of the table at a time: tables are large."""
+    (scale, zero_point), dtype = scales_of_weights(problem, problem.encoding), problem.encoding.dtype
+    weight, h, linear, drifts = problem.weight, problem.g_quantized, problem.linear_term(), problem.drift()
+    error = energy = 0.0
+    step = max(1, ROWS_OF_TABLE // weight[0].numel())
+    for rows in (slice(start, start + step) for start in range(0, len(weight), step)):
+        codes = (weight[rows] / scale[rows]).round()
+        nearest = codes.clamp(dtype.lo - zero_point[rows], dtype.hi - zero_point[rows]) * scale[rows]
+        d, drift = nearest - weight[rows], float(drifts[rows].sum())
+        error += float(((d * h[rows] + 2 * linear[rows]) * d).sum()) + drift
+        energy += float(((weight[rows] * h[rows] - 2 * linear[rows]) * weight[rows]).sum()) + drift
+    return max(error, 0.0) / energy if energy > 0 else 0.0
 
 
 def error_feedback(
