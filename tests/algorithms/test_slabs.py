@@ -80,4 +80,5 @@ def test_a_slab_is_no_smaller_than_half_of_the_others():
 
         solve_in_slabs(problem, solver, weights=1)
         assert sum(sizes) == outputs
-        assert min(sizes) >= 12
+        assert min(sizes) >= 6
+        assert len(sizes) > 1

@@ -14,8 +14,8 @@ from qsdk.algorithms.solvers.on_torch import on_torch
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.encoding import Encoding
 
-#: Weights of a slab, at least. It has two outputs for each input too: fewer, and the factors of the second moments,
-#: which each slab computes again, would cost more than the rest.
+#: Weights of a slab, at least. It has at least as many outputs as inputs: with fewer, the factors of the second moments,
+#: which each slab computes again, would cost as much as the rest.
 WEIGHTS = 1 << 22
 
 
@@ -41,7 +41,7 @@ def solve_in_slabs(problem: LayerProblem, solver: Solver, *, weights: int = WEIG
 def _slabs(problem: LayerProblem, weights: int) -> list[slice]:
     """Return ranges of outputs; one where outputs share scales, or are in groups of inputs of their own."""
     groups, outputs, inputs = problem.layout.matrix_shape
-    step = max(2 * inputs, weights // inputs)
+    step = max(inputs, weights // inputs)
     if groups > 1 or problem.spec.scale_dtype is not None or _axis_of_outputs(problem) is None:
         return [slice(0, outputs)]
     bounds = [*range(0, max(outputs - step // 2, 1), step), outputs]  # no slab is smaller than half of the others
