@@ -14,8 +14,8 @@ from qsdk.algorithms.solvers.on_torch import on_torch
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.encoding import Encoding
 
-#: Weights of a slab, at least. It has at least as many outputs as inputs: with fewer, the factors of the second moments,
-#: which each slab computes again, would cost as much as the rest.
+#: Weights of a slab, at least. It has no fewer outputs than inputs: the factors of the second moments, which each slab
+#: computes again, would cost as much as the rest.
 WEIGHTS = 1 << 22
 
 
