@@ -195,7 +195,7 @@ class _Part:
             yield _problem(layer, walk, weight, train, part, samples=samples, held_back=guard)
 
     def _new_moments(self) -> tuple[Moments, Moments]:
-        weight = torch.cat(list(self._weights), 1)
+        weight = torch.cat(list(self._weights), 1) if len(self._weights) > 1 else self._weights[0]
         second, k = self._gathers.second_moments, weight.shape[-1]
         # only a few errors are computed on held-back data: with its rows that is less work than with sums over them
         return Moments(weight, self._bounds, second=second), Moments(weight, self._bounds, second=second, few=2 * k)

@@ -109,7 +109,7 @@ class Moments:
         self._count = exponents(weight.new_tensor(max(bounds.count, 1.0))) + 1  # float32 products round
         self._x, self._difference = (exponents(v.to(weight.device)) for v in (bounds.x_quantized, bounds.difference))
         # the largest W (X~ - X)
-        self._out = exponents((weight.abs().double() @ bounds.difference.to(weight).double()[..., None])[..., 0]) + 1
+        self._out = exponents(_largest_outputs(weight, bounds.difference.to(weight).double())) + 1
         self._means = ExactSum([self._count, torch.stack([self._x, self._difference])])
         self._counts = torch.zeros(2, dtype=torch.float64, device=weight.device)
         self._gram: list[ExactSum] = []
@@ -183,7 +183,9 @@ class Moments:
         squared = self._filled(self._others[1:], every)
         if h is None or squared is None:
             return Sums(None, None, None, *means)
-        return Sums(h, -(self._weight @ crossed.float()), ((self._weight @ squared) * self._weight).sum(-1), *means)
+        # in place: the weights of a head are as many as those of a dozen other layers
+        drifts = (self._weight @ squared).mul_(self._weight).sum(-1)
+        return Sums(h, (self._weight @ crossed.float()).neg_(), drifts, *means)
 
     def _filled(self, blocks: Sequence[ExactSum], owners: Sequence[int]) -> Tensor | None:
         """Return a symmetric matrix from its blocks on and below the diagonal, added up over all ranks, to owners."""
@@ -249,6 +251,12 @@ class Moments:
                 self._others[0].add(_product(difference.mT, x, weight))
                 _add_gram(self._others[1:], difference, weight)
         self._lots = []
+
+
+def _largest_outputs(weight: Tensor, largest: Tensor) -> Tensor:
+    """Return the largest products [groups, outputs] of a weight with inputs up to `largest` [groups, K], in float64."""
+    some = max(1, CHUNK // max(largest.numel(), 1))  # outputs at a time: float64 takes twice the memory
+    return torch.cat([(part.abs().double() @ largest[..., None])[..., 0] for part in torch.split(weight, some, 1)], 1)
 
 
 def _scaled(parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
