@@ -97,12 +97,28 @@ def _solve(
 
     cells = cells_of_weights(problem, problem.encoding)
     factors, grid, codes = _search_scales(problem, objective, order, cells, tried, block_size)
-    both = WeightGrid.concatenate([fixed, grid], 2)
-    rounded, result = (coordinate_descent(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
+    rounded, result = _descend(objective, (fixed, grid), codes, sweeps)
     rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
     factors[evidence.worse(result, rounded, units_of(cells))] = 1
     encoding = _scale_encoding(problem, factors, cells)
     return evidence.solution(encoding, torch.where((factors != 1)[..., None], result, rounded), plain)
+
+
+def _descend(
+    objective: Objective, grids: Sequence[WeightGrid], codes: Sequence[Tensor], sweeps: int
+) -> tuple[Tensor, Tensor]:
+    """Return W~ of both grids after coordinate descent, [groups, rows, K], side by side where that is faster."""
+    if 2 * objective.weight.numel() <= SIDE_BY_SIDE:
+        both = WeightGrid.concatenate(grids, 2)
+        one, other = (coordinate_descent(objective, both, torch.cat(list(codes), 2), sweeps) * both.scale).mT.chunk(
+            2, 1
+        )
+        return one, other
+    one, other = (
+        coordinate_descent(objective, grid, own, sweeps).mul_(grid.scale).mT
+        for grid, own in zip(grids, codes, strict=True)
+    )
+    return one, other
 
 
 def _require_options(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
@@ -142,12 +158,11 @@ def _search_scales(
     cells: Tensor,
     factors: Sequence[float],
     block_size: int,
-) -> tuple[Tensor, WeightGrid, Tensor]:
+) -> tuple[Tensor, WeightGrid, tuple[Tensor, Tensor]]:
     """Round by error feedback with the old scales, and with those multiplied by each output's best factor.
 
     Returns:
-        The factors, float32 [groups, rows], the resulting grid, and codes without and with them, side by side along the
-        rows.
+        The factors, float32 [groups, rows], the resulting grid, and the codes without and with them.
     """
     unit = units_of(cells)
 
@@ -170,7 +185,7 @@ def _search_scales(
     # rows are independent, unless the scales that their spec can store depend on all of them
     same = torch.equal(grid.scale, search.scale)
     result = search.codes if same else error_feedback(objective, grid, order=order, block_size=block_size)
-    return search.factors, grid, torch.cat([first, result], 2)
+    return search.factors, grid, (first, result)
 
 
 class _Search:

@@ -29,7 +29,7 @@ class WeightGrid:
 
     Attributes:
         scale: float32 [groups, K, rows].
-        lowest: smallest code less the zero point, likewise.
+        lowest: smallest code less the zero point, likewise; a view of one number where all are equal.
         highest: largest code, likewise.
     """
 
@@ -40,13 +40,19 @@ class WeightGrid:
     @classmethod
     def of(cls, problem: LayerProblem, encoding: Encoding) -> "WeightGrid":
         """Return all points of an encoding's grid, for each weight of a problem."""
-        scale, zero_point = (v.mT.contiguous() for v in scales_of_weights(problem, encoding))
+        scale, zero_point = (v.mT for v in scales_of_weights(problem, encoding))
+        scale = scale.contiguous()
+        if encoding.symmetric:
+            ends = (scale.new_tensor(end).expand_as(scale) for end in (encoding.dtype.lo, encoding.dtype.hi))
+            return cls(scale, *ends)
+        zero_point = zero_point.contiguous()
         return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point)
 
     @classmethod
     def concatenate(cls, grids: Sequence["WeightGrid"], dim: int = 0) -> "WeightGrid":
         """Return grids concatenated along the groups, or side by side along the rows."""
-        return cls(*(torch.cat([getattr(g, name) for g in grids], dim) for name in ("scale", "lowest", "highest")))
+        scale = torch.cat([grid.scale for grid in grids], dim)
+        return cls(scale, *(_concatenated([getattr(g, name) for g in grids], dim, scale) for name in _ENDS))
 
     def around(self, weight: Tensor) -> "WeightGrid":
         """Return the grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
@@ -60,6 +66,22 @@ class WeightGrid:
     def nearest(self, weight: Tensor) -> Tensor:
         """Return the codes nearest to a weight, half to even."""
         return (weight / self.scale).round().clamp(self.lowest, self.highest)
+
+
+_ENDS = ("lowest", "highest")
+
+
+def _concatenated(ends: Sequence[Tensor], dim: int, like: Tensor) -> Tensor:
+    """Return ends of grids concatenated: one number for all elements of `like` where it is one."""
+    numbers = [_number(end) for end in ends]
+    if None not in numbers and len(set(numbers)) == 1:
+        return ends[0].flatten()[0].expand_as(like)
+    return torch.cat(list(ends), dim)
+
+
+def _number(values: Tensor) -> float | None:
+    """Return the number that a view repeats; None for other tensors."""
+    return None if any(values.stride()) or not values.numel() else float(values.flatten()[0])
 
 
 @dataclass(frozen=True)
@@ -225,15 +247,16 @@ def error_feedback(
     if order is None:
         order = order_by_diagonal(h)
     order = order.flip(-1)[:, :, None]  # rounded from the last to the first, so that the factor is a lower triangle
-    h = h.take_along_dim(order, 1).take_along_dim(order.mT, 2)
-    linear, weight, scale, lowest, highest = (
-        x.take_along_dim(order, 1) for x in (objective.linear, objective.weight, grid.scale, grid.lowest, grid.highest)
+    scale, lowest, highest = (
+        x if _number(x) is not None else x.take_along_dim(order, 1) for x in (grid.scale, grid.lowest, grid.highest)
     )
     # float64: otherwise the error of the factor would decide near-ties of many correlated inputs
-    factor = torch.linalg.cholesky(h.double())
-    best = weight - torch.cholesky_solve(linear.double(), factor).float()
-    best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
-    slopes = (factor / factor.diagonal(dim1=-2, dim2=-1)[:, None, :]).mT.float()
+    factor = torch.linalg.cholesky(h.take_along_dim(order, 1).take_along_dim(order.mT, 2).double())
+    shift = torch.cholesky_solve(objective.linear.take_along_dim(order, 1).double(), factor).float()
+    best = objective.weight.take_along_dim(order, 1).sub_(shift).repeat(1, 1, scale.shape[-1] // shift.shape[-1])
+    # in place, and let go: of a wide layer these matrices are the largest part of the memory
+    slopes = factor.div_(factor.diagonal(dim1=-2, dim2=-1)[:, None, :].clone()).mT.float()
+    del factor, shift
     target, miss, codes = best.clone(), torch.empty_like(best), torch.empty_like(best)
     for stop in range(h.shape[-1], 0, -block_size):
         start = max(stop - block_size, 0)
