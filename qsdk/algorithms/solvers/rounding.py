@@ -143,9 +143,12 @@ def damp(h: Tensor, damping: float, noise: Tensor | None = None) -> Tensor:
 
     Weights then stay in directions that the data does not cover, and inputs without data round to nearest.
     """
-    mean = h.diagonal(dim1=-2, dim2=-1).mean(-1)
-    added = torch.where(mean > 0, damping * mean, torch.ones_like(mean))[:, None].expand(-1, h.shape[-1])
-    return h + torch.diag_embed(added if noise is None else added + noise)
+    result = h.clone()
+    diagonal = result.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1)
+    added = torch.where(mean > 0, damping * mean, torch.ones_like(mean))[:, None]
+    diagonal += added if noise is None else added + noise
+    return result
 
 
 def shrink(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:

@@ -324,9 +324,14 @@ class LayerProblem:
         def less(values: Any, product: Any) -> Any:
             return None if values is None else values - product
 
+        h = self.h
+        if h is not None:  # in place: of a wide layer each matrix of this size counts
+            h = (self.count * mean)[..., :, None] * mean[..., None, :]
+            h *= -1
+            h += self.h
         return replace(
             self,
-            h=less(self.h, (self.count * mean)[..., :, None] * mean[..., None, :]),
+            h=h,
             x_quantized=less(self.x_quantized, root * mean[..., None, :]),
             drifted=less(self.drifted, root * shift[..., None, :]),
             linear=less(self.linear, (self.count * shift)[..., None] * mean[..., None, :]),
