@@ -256,7 +256,9 @@ def require_wrappable(model: nn.Module) -> None:
         ModelError: names the module and the remedy.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError(f"expected an nn.Module, an ONNX path or an ONNX model, got {type(model).__name__}")
+        raise ModelError(
+            f"expected an nn.Module, an ONNX path or an ONNX model, got {type(model).__name__}{_what_instead(model)}"
+        )
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
@@ -265,6 +267,17 @@ def require_wrappable(model: nn.Module) -> None:
             raise ModelError(f"{where} is already wrapped by a sim; quantize the float model, or take sim.unwrap()")
         if isinstance(module, nn.DataParallel):
             raise ModelError(f"{where} is a DataParallel; quantize model.module, and train with DDP")
+
+
+def _what_instead(given: object) -> str:
+    """Return what to give in place of something that is no model, where that can be told."""
+    if isinstance(given, Tensor):
+        return "; the model comes first, then the example"
+    if isinstance(given, Mapping):
+        return "; weights without their network: load them into the module (load_state_dict), and quantize that"
+    if hasattr(given, "coverage"):
+        return "; quantize the float model, or take sim.unwrap()"
+    return ""
 
 
 def run_example(model: nn.Module, example: Example) -> Any:

@@ -79,6 +79,8 @@ def path_of(source: Any) -> Path:
 
 def _decoded(data: bytes, where: str) -> ModelProto:
     remedy = "it is truncated or no ONNX model; export or download it again"
+    if data[:2] == b"PK":  # a zip archive
+        remedy = "it is a zip archive, as torch.save and qsdk.save write; load it in Python, and quantize the nn.Module"
     model = ModelProto()
     try:
         model.ParseFromString(data)

@@ -107,11 +107,7 @@ def quantize(
     """
     config = config_or_preset(config)
     folder = isinstance(model, str | os.PathLike) and Path(model).is_dir()
-    if (
-        not folder
-        and not isinstance(model, nn.Module)
-        and (config is None or isinstance(model, str | os.PathLike | ModelProto))
-    ):
+    if not folder and isinstance(model, (*_ONNX, bytes)):
         if dynamic_shapes is not None:
             raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
         chosen = chosen_providers(providers)  # first: opening a model may take minutes

@@ -80,6 +80,10 @@ def as_example(value: Any) -> Example:
         return Example((), dict(value))
     batches = isinstance(value, Iterable) and not hasattr(value, "dtype")
     remedy = "give one of its batches" if batches else "convert it to tensors first"
+    if value is None:
+        remedy = "give what the module is called with, such as one batch of data"
+    elif hasattr(value, "__array_interface__"):
+        remedy += ", by torch.from_numpy"
     raise DataError(f"expected a tensor, a tuple or a mapping, got {type(value).__name__}; {remedy}")
 
 

@@ -164,7 +164,9 @@ def dtype_named(name: WeightType | str) -> DType:
     strict = re.fullmatch(r"(int\d+)_strict", str(name))
     result = DTYPES.get(strict[1] if strict else str(name))
     if result is None:
-        raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+        meant = f"int{name}" if isinstance(name, int) else str(name).removeprefix("torch.")
+        near = f"write {meant!r}; all: " if meant in DTYPES else "choose one of "
+        raise ConfigError(f"unknown dtype {name!r}; {near}{', '.join(DTYPES)}")
     return result.strict if strict else result
 
 

@@ -107,13 +107,26 @@ class PlanningContext:
 
     def places(self) -> Iterable[Place]:
         """Yield every place of the graph, including those of ops inside a supergroup."""
+        yield from self.results()
+        for index, operands in self.operands.items():
+            for operand in operands:
+                yield self.stored_place(index, operand.root)
+
+    def results(self) -> Iterable[Place]:
+        """Yield the places of the inputs and of what ops compute."""
         for tensor in self.graph.inputs:
             yield self.result_place(tensor, None)
         for index, op in enumerate(self.graph.ops):
             for tensor in op.outputs:
                 yield self.result_place(tensor, index)
-            for operand in self.operands[index]:
-                yield self.stored_place(index, operand.root)
+
+    def stored(self) -> Iterable[Place]:
+        """Yield the places of stored tensors, those included that stay float because of what their op computes."""
+        for index, op in enumerate(self.graph.ops):
+            for tensor in op.inputs:
+                root = None if tensor is None else self.graph.constant_root(tensor)
+                if root is not None and self.graph.tensors[root].is_float:
+                    yield self.stored_place(index, root)
 
     def _outside_groups(self, reasons: Mapping[int, str]) -> dict[int, str]:
         """Return the reasons of those tensors that are not inside a supergroup, where nothing is quantized anyway."""

@@ -15,7 +15,11 @@ from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.islands.find import with_islands
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.stored import plan_stored
-from qsdk.core.site import nearest_in_words, owner_of
+from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
+
+#: choices of a rule that are about stored tensors alone, and about inputs of the model alone
+_OF_STORED = frozenset({"weight", "bias", "per_channel", "block_size", "symmetric_weights", "two_level_scales"})
+_OF_INPUTS = frozenset({"input"})
 
 
 def make_plan(
@@ -59,6 +63,8 @@ def _require_matches(context: PlanningContext, extra_owners: tuple[str, ...]) ->
     for place in context.places():
         matcher.matching(place)
     for index, rule in enumerate(rules):
+        if not rule.optional and index in matcher.matched and rule.is_specific:
+            _require_effect(context, index)
         if rule.optional or index in matcher.matched or (index in named and not rule.conditional):
             continue
         if index not in named:
@@ -68,6 +74,34 @@ def _require_matches(context: PlanningContext, extra_owners: tuple[str, ...]) ->
             raise ConfigError(f"the rule {rule} matches no {what} in the model; {near}")
         places = [place for place in context.places() if index in matcher.named(place)]
         raise ConfigError(f"the rule {rule} matches {_unmet_condition(rule, places)}")
+
+
+def _require_effect(context: PlanningContext, index: int) -> None:
+    """Raise an error for a rule that only makes choices of a kind that none of its places has: bits of a Relu's weight.
+
+    A `bias=` beside layers without biases is let be: nothing is left at another precision than the rule says.
+    """
+    rule, found = context.config.rules[index], context.resolver.matcher
+    choices = set(rule.choices())
+    results = [place for place in context.results() if index in found.named(place) and rule.fits(place)]
+    if choices - _OF_STORED - _OF_INPUTS and results:
+        return
+    if choices & _OF_INPUTS and any("Input" in place.op_types for place in results):
+        return
+    stored = list(context.stored())
+    if choices & _OF_STORED and any(index in found.named(place) and rule.fits(place) for place in stored):
+        return
+    if choices <= _OF_INPUTS:
+        what, remedy = "what it names is no input of the model", "; what a layer reads is an activation of its maker"
+        places = [place for place in context.results() if "Input" in place.op_types]
+    elif choices <= _OF_STORED | _OF_INPUTS:
+        what, remedy, places = "what it names holds no weight and no bias", "", stored
+    else:
+        what, remedy, places = "what it names is a stored tensor", "", list(context.results())
+    holders = list(dict.fromkeys(owner_of(site) for place in places for site in place.sites if site))
+    near = nearest_owners(rule.pattern.partition(":")[0], holders) or holders[:3]
+    others = f"owners that it could be for: {', '.join(near)}" if near else "the model has none that it could be for"
+    raise ConfigError(f"the rule {rule} changes nothing: {what}; {others}{remedy}")
 
 
 def _unmet_condition(rule: Rule, places: list[Place]) -> str:

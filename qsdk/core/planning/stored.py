@@ -81,11 +81,19 @@ def _stored(
     wanted = choice.wanted
     if role == "bias":
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, decisions)
-    bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
-    spec = _spec(operand, role, wanted, facts, named=choice.is_named("weight"))
+    wide = _keeps_8_bits(role, wanted, named=choice.is_named("weight"))
+    bare = replace(bare, rule=choice.decided_by(*(name for name in _WEIGHT_CHOICES if not (wide and name == "weight"))))
+    spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
-    return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
+    kept = f"; 8 bits: {wanted.weight} is for weights of layers, unless a rule names this one" if wide else ""
+    return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role + kept)
+
+
+def _keeps_8_bits(role: Role, wanted: QuantConfig, *, named: bool) -> bool:
+    """Return whether an embedding or the parameter of a norm keeps 8 bits where narrower weights are wanted."""
+    dtype = wanted.weight.dtype if isinstance(wanted.weight, BlockFormat) else wanted.weight
+    return role != "weight" and dtype.is_quantized and dtype.bits < 8 and not named
 
 
 def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: Decision, reader: str) -> Decision:
@@ -108,13 +116,13 @@ def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: 
     return _kept_float(replace(bare, rule=rule), wanted)
 
 
-def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, facts: Tensor, *, named: bool) -> Spec | None:
+def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, facts: Tensor, *, wide: bool) -> Spec | None:
     """Return the spec of a weight, an embedding or another constant; None where it stays in a float type."""
     form = wanted.weight if isinstance(wanted.weight, BlockFormat) else None
     dtype = form.dtype if form is not None else _dtype(wanted)
     if not dtype.is_quantized:
         return None
-    if role != "weight" and dtype.bits < 8 and not named:
+    if wide:
         dtype = int8
     granularity = _granularity(operand, wanted, facts.shape, wanted.block_size if form is None else form.block_size)
     by_choice = dtype.signed if wanted.symmetric_weights is None else wanted.symmetric_weights

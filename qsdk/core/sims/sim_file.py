@@ -126,7 +126,8 @@ def _manifest(contents: dict[str, bytes], where: str) -> Mapping[str, Any]:
     if _MANIFEST not in contents:
         # the tail of a file cut short may be an archive within it
         raise FileFormatError(
-            f"{where} is truncated or no saved sim (it has no {_MANIFEST}); write it again with qsdk.save(sim, path)"
+            f"{where} is truncated or no saved sim (it has no {_MANIFEST}); write it again with qsdk.save(sim, path), "
+            "or, if torch.save wrote a state_dict: sim.model.load_state_dict(torch.load(path))"
         )
     try:
         manifest = json.loads(contents.pop(_MANIFEST))
