@@ -32,6 +32,8 @@ def next_tokens(session: ort.InferenceSession, prompt: Sequence[int]) -> Iterato
     """Yield the most likely token after the prompt, then the one after that, without end."""
     inputs = {one.name: one for one in session.get_inputs()}
     names = [one.name for one in session.get_outputs()]
+    if "input_ids" not in inputs or not any(name.startswith(PAST) for name in inputs):
+        raise SystemExit(f"this is no decoder with a cache: it takes {', '.join(inputs)}; see the top of this program")
     cache = {
         name: np.zeros((1, one.shape[1], 0, one.shape[3]), TYPES[one.type[len("tensor(") : -1]])
         for name, one in inputs.items()

@@ -75,6 +75,8 @@ def main(given: argparse.Namespace) -> dict[str, float]:
     order = torch.randperm(len(images))
     images, labels = images[order], labels[order]
     kept = len(images) // 5
+    if kept < 1:
+        raise SystemExit(f"{len(images)} pictures are too few: a fifth of them is kept back to measure on")
     test, answers, images, labels = images[:kept], labels[:kept], images[kept:], labels[kept:]
 
     def accuracy(model: nn.Module | qsdk.QuantSim) -> float:

@@ -66,4 +66,8 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.checkpoint is not None and options.text is None:
         parser.error("give --text with a checkpoint of your own")
+    if options.checkpoint is not None and not (options.checkpoint / "config.json").is_file():
+        parser.error(f"{options.checkpoint} is no folder of a checkpoint: it has no config.json")
+    if options.text is not None and not options.text.is_file():
+        parser.error(f"there is no file {options.text}")
     main(options.checkpoint, options.out, options.text, options.length)

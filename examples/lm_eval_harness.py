@@ -96,7 +96,10 @@ class Adapter:
 
 def main(folder: str, tasks: Sequence[str], limit: int | None = None) -> dict[str, Any]:
     """Quantize the model in a folder to W4A16, and return its scores beside those of the float model."""
-    import lm_eval
+    try:
+        import lm_eval
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}: pip install lm-eval") from error
     from lm_eval.api.model import LM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -74,7 +74,10 @@ def main(log: Callback) -> qsdk.Report:
 
 
 if __name__ == "__main__":
-    from torch.utils.tensorboard import SummaryWriter
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}: pip install tensorboard, or pass another tracker's callback to main") from error
 
     with SummaryWriter() as tensorboard:
         print(main(to_tensorboard(tensorboard)))

@@ -3,6 +3,7 @@
     pip install "qsdk[images]"
     python examples/onnx_detector.py detector.onnx pictures --threshold 0.5 --out detector.int8.onnx
 
+Both are yours: the float ONNX file, whose first input takes one picture, and a folder of pictures like those in use.
 Without labels the float file is the reference. The number to watch is the agreement: of the values that are above
 `--threshold` before or after quantization (scores of boxes, mostly), the share that is above it both times. Where it
 is below `--wanted`, the layers that cost most get activations of 16 bits, one after the other.
@@ -22,12 +23,17 @@ import qsdk
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
-def read_pictures(folder: Path, model: Path, divide: float, count: int) -> list[Any]:
-    """Return pictures [1, channels, height, width], float32, in the size that the file takes."""
-    shape = onnx.load(model, load_external_data=False).graph.input[0].type.tensor_type.shape.dim
-    channels, height, width = (axis.dim_value for axis in shape[1:])
+def read_pictures(folder: Path, model: Path, divide: float, count: int, size: int | None = None) -> list[Any]:
+    """Return pictures [1, channels, height, width], float32, in the size that the file takes, or of size x size."""
+    if not model.is_file():
+        raise SystemExit(f"there is no file {model}")
+    axes = onnx.load(model, load_external_data=False).graph.input[0].type.tensor_type.shape.dim
+    shape = [axis.dim_value or axis.dim_param or "?" for axis in axes]
+    if len(shape) != 4 or shape[1] not in (1, 3) or (isinstance(shape[0], int) and shape[0] != 1):
+        raise SystemExit(f"{model} takes {shape}; this program gives [1, 1 or 3 channels, height, width], one by one")
+    channels, height, width = (one if isinstance(one, int) else size for one in shape[1:])
     if not height or not width:
-        raise SystemExit(f"{model} takes pictures of any size; give it a size first, or resize them here")
+        raise SystemExit(f"{model} takes pictures of any size; say which with --size, such as --size 640")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)[:count]
     if not paths:
         raise SystemExit(f"{folder} has no pictures; it needs some that look like those in use")
@@ -51,7 +57,7 @@ def agreement(reference: list[list[Any]], found: list[list[Any]], threshold: flo
 
 def main(given: argparse.Namespace) -> dict[str, float]:
     """Quantize, spend bits where they are needed, export; gives the agreement of each step."""
-    pictures = read_pictures(Path(given.pictures), Path(given.model), given.divide, given.count)
+    pictures = read_pictures(Path(given.pictures), Path(given.model), given.divide, given.count, given.size)
     session = onnxruntime.InferenceSession(given.model, providers=["CPUExecutionProvider"])
     reference = [session.run(None, {session.get_inputs()[0].name: picture}) for picture in pictures]
 
@@ -82,6 +88,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", help="the float ONNX file")
     parser.add_argument("pictures", help="a folder of pictures that look like those in use")
     parser.add_argument("--count", type=int, default=64, help="how many pictures to read (64)")
+    parser.add_argument("--size", type=int, help="width and height, where the file takes pictures of any size")
     parser.add_argument("--divide", type=float, default=255.0, help="what pixels of 0 to 255 are divided by (255)")
     parser.add_argument("--config", default="w8a8", help="w8a8, w4a8, w8a16 or w4a16 (w8a8)")
     parser.add_argument("--threshold", type=float, default=0.5, help="what counts as found (0.5)")

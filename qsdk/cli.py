@@ -2,9 +2,12 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from qsdk import __version__
 from qsdk.commands.options.checks import add_compare, add_parity, add_profile, add_validate
@@ -21,7 +24,11 @@ INTERRUPTED = 130  # the exit code of shells for Ctrl-C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 fine, 1 errors found or refused, 2 unreadable or wrong usage."""
-    options = _parser().parse_args(arguments)
+    parser, words = _parser(), sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser.print_help(sys.stderr)
+        parser.exit(UNREADABLE)
+    options = parser.parse_args(words)
     module, function = options.run.split(":")
     try:
         code: int = getattr(import_module(module), function)(options)
@@ -39,10 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the nearest choice to one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="qsdk", description="Quantize, simulate, export and prove neural networks.", epilog=CODES
-    )
+    parser = _Parser(prog="qsdk", description="Quantize, simulate, export and prove neural networks.", epilog=CODES)
     parser.add_argument("--version", action="version", version=f"qsdk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = add_command(

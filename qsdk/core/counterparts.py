@@ -13,6 +13,7 @@ _CONFIG = "a config such as qsdk.w8a8(), with .override(pattern, weight=...) and
 _PLAIN = "plain modules such as nn.Conv2d: qsdk.quantize(model, example) quantizes what they read and give"
 _BLOCKS = "qsdk.w4a16(block_size=32), or .override(pattern, block_size=32, two_level_scales=True) for LPBQ"
 
+_FLOAT8 = 'qsdk.w8a8(symmetric_activations=True).override("*", weight="float8e4m3fn", activation="float8e4m3fn")'
 _DYNAMIC_INT4 = 'qsdk.w4a8(block_size=32).override("*", dynamic_activations=True)'
 
 _AIMET = {
@@ -74,6 +75,11 @@ _AIMET = {
     "export_per_layer_encoding_min_max_range": "qsdk.report(sim, path, data=batches)",
     "export_per_layer_stats_histogram": "qsdk.report(sim, path, data=batches)",
     "export_per_layer_mse_loss": "qsdk.sensitivity(sim, batches)",
+    "set_percentile_value": 'qsdk.calibrate(sim, batches, method="percentile", percentile=99.9)',
+    "fold_param_quantizers": "qsdk.export(sim, path) stores weights as integers by itself",
+    "GPTVQ": "none; qsdk.gptq(sim, batches) is the nearest",
+    "ArchChecker": _PREPARED,
+    "QuantizationMixin": "qsdk.QuantConfig.layer, where the traced graph does not say enough about a class",
 }
 
 _TORCH = {
@@ -99,6 +105,16 @@ _TORCH = {
     "Int8DynamicActivationIntxWeightConfig": _DYNAMIC_INT4,
     "Int8StaticActivationInt8WeightConfig": "qsdk.w8a8(symmetric_activations=True)",
     "Float8WeightOnlyConfig": 'qsdk.weight_only("float8e4m3fn")',
+    "Float8DynamicActivationFloat8WeightConfig": _FLOAT8,
+    "int8_weight_only": 'qsdk.weight_only("int8")',
+    "int4_weight_only": 'qsdk.weight_only("int4", block_size=32)',
+    "int8_dynamic_activation_int8_weight": 'qsdk.w8a8().override("*", dynamic_activations=True)',
+    "PerGroup": 'block_size= of a config: qsdk.weight_only("int4", block_size=32)',
+    "PerAxis": 'the default; qsdk.w8a8().override("*", per_channel=False) turns it off',
+    "prepare": "qsdk.quantize(model, example)",
+    "convert": "qsdk.export(sim, path)",
+    **dict.fromkeys(("QuantStub", "DeQuantStub", "QuantWrapper"), _PREPARED),
+    **dict.fromkeys(("get_default_qconfig_mapping", "get_default_qat_qconfig"), _CONFIG),
     **dict.fromkeys(("FqnToConfig", "ModuleFqnToConfig"), _CONFIG),
     **dict.fromkeys(("QATConfig", "IntxFakeQuantizeConfig", "Int8DynActInt4WeightQATQuantizer"), _TRAIN),
     "Int8DynamicActivationInt8WeightConfig": 'qsdk.w8a8().override("*", dynamic_activations=True)',
@@ -120,6 +136,10 @@ _ONNXRUNTIME = {
     "QuantType": _DTYPES,
     "quant_pre_process": "qsdk.quantize(path, None) infers shapes, raises old opsets and folds by itself",
     "StaticQuantConfig": _CONFIG,
+    "get_qdq_config": _CONFIG,
+    "DynamicQuantConfig": 'qsdk.w8a8().override("*", dynamic_activations=True)',
+    "TensorQuantOverrides": 'qsdk.w8a8().override("node:weight", weight="int4")',
+    "MinMaxCalibrater": 'qsdk.calibrate(sim, batches, method="min_max")',
     "get_qnn_qdq_config": 'qsdk.w8a8().for_dialect("qnn"), and qsdk.export(sim, path, dialect="qnn")',
     "create_calibrator": "qsdk.calibrate(sim, batches)",
     "collect_activations": "qsdk.compare(a, b, batches)",
@@ -157,6 +177,33 @@ _OTHERS = {
     "CompressWeightsMode": 'qsdk.weight_only("int4", block_size=32)',
     "TargetDevice": 'qsdk.w8a8().for_dialect("openvino")',
     "AdvancedQuantizationParameters": _CONFIG,
+    "Dataset": "any iterable of batches; qsdk.inputs_only(loader) drops labels",
+    "QuantizationPreset": "qsdk.w8a8(symmetric_activations=True) for PERFORMANCE, qsdk.w8a8() for MIXED",
+    "ModelType": "none needed; for outliers of a transformer see qsdk.rotate and qsdk.smooth_quant",
+    "OverflowFix": 'qsdk.w8a8().override("*", weight="int7")',
+    "BackupMode": 'qsdk.weight_only("int4").override("head", weight="int8")',
+    "strip": "qsdk.export(sim, path), or sim.unwrap() for the module",
+    "gpfq_mode": "qsdk.gptq(sim, batches)",
+    "norm_correction_mode": "qsdk.reestimate_batch_norm(sim, batches)",
+    "export_qonnx": "none; qsdk.export(sim, path) writes standard ONNX",
+    "Int8WeightPerTensorFixedPoint": 'qsdk.w8a8().override("*", scale_bits=1)',
+    "INT8_DEFAULT_CFG": "qsdk.w8a8(symmetric_activations=True)",
+    "INT8_SMOOTHQUANT_CFG": "qsdk.w8a8(symmetric_activations=True), then qsdk.smooth_quant(sim, batches)",
+    "INT8_WEIGHT_ONLY_CFG": 'qsdk.weight_only("int8")',
+    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG": 'qsdk.weight_only("int4", block_size=128)',
+    "INT4_AWQ_CFG": 'qsdk.weight_only("int4", block_size=128), then qsdk.awq(sim, batches)',
+    "FP8_DEFAULT_CFG": _FLOAT8,
+    "FP8_KV_CFG": 'qsdk.w8a8().override("*", kv_cache="float8e4m3fn")',
+    "NVFP4_DEFAULT_CFG": 'qsdk.weight_only("nvfp4"), for weights',
+    "MXFP4_DEFAULT_CFG": 'qsdk.weight_only("mxfp4"), for weights',
+    "MXFP8_DEFAULT_CFG": 'qsdk.weight_only("mxfp8"), for weights',
+    "fold_weight": "qsdk.export(sim, path) stores weights as integers by itself",
+    "postprocess_amax": "qsdk.w8a8().override(pattern, fixed_range=(low, high))",
+    "export_hf_checkpoint": 'qsdk.export(sim, folder, format="compressed-tensors")',
+    **dict.fromkeys(
+        ("set_quantizer_attribute", "set_quantizer_by_cfg"),
+        'sim.set_precision("layer1", weight="int4") on the sim of qsdk.quantize',
+    ),
     "AdvancedSmoothQuantParameters": "qsdk.smooth_quant(sim, batches, alpha=0.5)",
     "AdvancedBiasCorrectionParameters": "qsdk.correct_bias(sim, batches)",
     "compute_quantization_mse": "qsdk.sensitivity(sim, batches)",

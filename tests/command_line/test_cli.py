@@ -227,6 +227,18 @@ def test_wrong_usage_is_code_2(at: Path, capsys, command: list[str]):
     assert "usage: qsdk" in capsys.readouterr().err
 
 
+def test_no_command_shows_the_list_and_a_wrong_one_the_nearest(capsys):
+    for words, shown in ([], "to-integer"), (["quantise"], "did you mean quantize?"), (["xyz"], "choose from"):
+        with pytest.raises(SystemExit):
+            main(words)
+        err = capsys.readouterr().err
+        assert shown in err
+        assert ("did you mean" in err) == (words == ["quantise"])
+    with pytest.raises(SystemExit):
+        main(["validate", "model.onnx", "--dialect", "onnx-runtime"])
+    assert "did you mean onnxruntime?" in capsys.readouterr().err
+
+
 # --- reading ------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """The examples, run as they are."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,8 +210,32 @@ def test_the_steps_of_verbs_alone_would_get_lost_in_weights_and_biases():
     assert not any("adaround/error_before" in row for row in run.rows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words"), [("log_to_trackers", []), ("lm_eval_harness", ["folder"])])
+def test_an_example_without_its_tracker_or_harness_says_what_to_install(name: str, words: list[str]):
+    """Run as a user does, in a process where neither is installed."""
+    hide = "import sys; sys.modules.update(tensorboard=None, lm_eval=None); import runpy; "
+    program = (
+        f"{hide}sys.argv = {[name, *words]!r}; runpy.run_path({str(FOLDER / f'{name}.py')!r}, run_name='__main__')"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert ": pip install " in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_generating_text_needs_a_decoder(tmp_path: Path):
+    sim = qsdk.quantize(nn.Linear(4, 2), torch.randn(2, 4))
+    qsdk.calibrate(sim, [torch.randn(2, 4)], progress=False)
+    qsdk.export(sim, tmp_path / "linear.onnx")
+    with pytest.raises(SystemExit, match=r"this is no decoder with a cache: it takes "):
+        example("generate_text").generate(str(tmp_path / "linear.onnx"), [1], 2)
+
+
 def test_tensorboard_itself_takes_the_numbers(tmp_path: Path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    pytest.importorskip(
+        "tensorboard", reason="tensorboard is not among the tools of `make setup`: pip install tensorboard"
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

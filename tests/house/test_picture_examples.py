@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from example_files import FOLDER, example
@@ -77,3 +78,25 @@ def test_every_example_has_its_line_in_the_readme():
     text = (FOLDER / "README.md").read_text()
     names = [path.name for path in FOLDER.iterdir() if path.suffix == ".py" or (path / "README.md").exists()]
     assert [name for name in names if f"]({name})" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "message"),
+    [
+        ([2, 3, 32, 32], [], r"takes \[2, 3, 32, 32\]; this program gives \[1, 1 or 3 channels"),
+        ([1, 32, 32, 3], [], r"takes \[1, 32, 32, 3\]; this program gives \[1, 1 or 3 channels"),
+        (["n", 3, "h", "w"], [], "takes pictures of any size; say which with --size"),
+        (["n", 3, "h", "w"], ["--size", "16"], "has no pictures"),
+        (None, [], "there is no file"),
+    ],
+)
+def test_a_detector_of_another_form_is_refused(
+    tmp_path: Path, shape: list[int | str] | None, words: list[str], message: str
+):
+    if shape is not None:
+        x, y = (onnx.helper.make_tensor_value_info(name, 1, shape) for name in "xy")
+        graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+        onnx.save(onnx.helper.make_model(graph), tmp_path / "float.onnx")
+    detector = example("onnx_detector")
+    with pytest.raises(SystemExit, match=message):
+        detector.main(detector.arguments([str(tmp_path / "float.onnx"), str(tmp_path), *words]))

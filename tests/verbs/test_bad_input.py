@@ -84,8 +84,8 @@ def refused(model: Any, example: Any, match: str, error: type[Exception] = Model
         ((X, X), r"takes 2 positional arguments but 3 were given; give an example", ModelError),
         ((), r"missing 1 required positional argument: 'x'; give an example", ModelError),
         ({"y": X}, r"unexpected keyword argument 'y'.*give an example", ModelError),
-        (X.numpy(), r"expected a tensor, a tuple or a mapping, got ndarray; convert it to tensors first", DataError),
-        (None, r"expected a tensor, a tuple or a mapping, got NoneType", DataError),
+        (X.numpy(), r"a mapping, got ndarray; convert it to tensors first, by torch\.from_numpy", DataError),
+        (None, r"a mapping, got NoneType; give what the module is called with, such as one batch", DataError),
         ("model.onnx", r"expected a tensor, a tuple or a mapping, got str", DataError),
         ((X.numpy(),), r"(?s)does not run on the example.*ndarray.*give an example", ModelError),
         (X.long(), r"does not run on the example", ModelError),
@@ -133,8 +133,9 @@ def test_a_module_that_is_already_wrapped(sim: QuantSim):
 
 
 def test_a_sim_is_no_model(sim: QuantSim):
-    with pytest.raises(ModelError, match=r"expected an nn\.Module, an ONNX path or an ONNX model, got QuantSim"):
-        quantize(sim, X, w8a8())
+    for config in (w8a8(), None):
+        with pytest.raises(ModelError, match=r"model, got QuantSim; quantize the float model, or take sim\.unwrap\(\)"):
+            quantize(sim, X, config)
 
 
 def test_a_data_parallel_module():
@@ -146,6 +147,18 @@ def test_a_data_parallel_module():
 def test_something_that_is_no_module():
     refused(torch.relu, seeded(2, 4), r"expected an nn\.Module, an ONNX path or an ONNX model, got builtin")
     refused(None, seeded(2, 4), r"expected an nn\.Module.*got NoneType")
+    refused(X, ConvNet(), r"expected an nn\.Module.*got Tensor; the model comes first, then the example")
+    with pytest.raises(ModelError, match=r"got OrderedDict; weights without their network: load them into the module"):
+        quantize(ConvNet().state_dict(), X)
+
+
+def test_a_checkpoint_of_torch_is_no_model(tmp_path: Path):
+    path = tmp_path / "weights.pt"
+    torch.save(ConvNet().state_dict(), path)
+    with pytest.raises(FileFormatError, match=r"\.pt cannot be read as ONNX: it is a zip archive, as torch\.save"):
+        quantize(path)
+    with pytest.raises(FileFormatError, match=r"has no manifest.*state_dict: sim\.model\.load_state_dict"):
+        qsdk.load(path, ConvNet())
 
 
 def test_a_model_that_cannot_be_copied():
@@ -203,10 +216,13 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_owners():
     [
         (lambda: w8a8().override("fc", weight="int9000"), r"unknown dtype 'int9000'; choose one of int2"),
         (lambda: w8a8().skip("fc", dtype="int8"), r"skip\('fc'\) keeps owners float; int8 is not a float dtype"),
+        (lambda: w8a8().override("fc", weight=torch.int8), r"unknown dtype torch\.int8; write 'int8'; all: int2"),
+        (lambda: w8a8().override("fc", weight=4), r"unknown dtype 4; write 'int4'; all: int2"),
+        (lambda: w8a8().skip(nn.Linear(2, 2)), r"by a text such as 'layer1\.\*', got a Linear; write the name that"),
         (lambda: w8a8().override("fc"), r"the rule for 'fc' overrides nothing; give weight="),
         (lambda: w8a8().override("fc", bias="int8"), r"a bias is int32 or float, not int8 \(rule 'fc'\)"),
     ],
-    ids=["dtype", "skip", "nothing", "bias"],
+    ids=["dtype", "skip", "dtype of torch", "number of bits", "module", "nothing", "bias"],
 )
 def test_a_rule_that_cannot_be_meant(call: Callable[[], Any], match: str):
     with pytest.raises(ConfigError, match=match):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qsdk.commands.options.shared import add_command, add_data
+from qsdk.commands.options.shared import CODES, add_command, add_data
 
 
 def add_inspect(commands: Any) -> None:
@@ -36,7 +36,11 @@ def add_to_integer(commands: Any) -> None:
         default="standard",
         help="operators to write; portable: the same integers on every runtime",
     )
-    integer.add_argument("--rounding", default="half_even", help="of requantization (default: half_even)")
+    integer.add_argument(
+        "--rounding",
+        default="half_even",
+        help="of requantization: half_even, half_up, half_away or gemmlowp (default: half_even)",
+    )
     integer.add_argument(
         "--requantize", choices=("integer", "qlinear"), default="integer", help="on integers alone, or by QLinearConv"
     )
@@ -59,7 +63,8 @@ def add_to_integer(commands: Any) -> None:
 
 def add_encodings(commands: Any) -> None:
     """Add `qsdk encodings`."""
-    encodings = commands.add_parser("encodings", help="show or convert files of encodings")
+    text = "show or convert files of encodings"
+    encodings = commands.add_parser("encodings", help=text, description=f"{text.capitalize()}.", epilog=CODES)
     verbs = encodings.add_subparsers(required=True, metavar="show|convert")
     of_model = "the float ONNX model that they belong to, for what a file does not say"
     show = add_command(

@@ -182,8 +182,8 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
     """
     if not isinstance(pattern, str):
         raise ConfigError(
-            f"a rule names its places by a text such as 'layer1.*', got a {type(pattern).__name__}; write the name that "
-            "model.named_modules() gives it"
+            f"a rule names its places by a text such as 'layer1.*', got a {type(pattern).__name__}; write the name "
+            "that model.named_modules() gives it"
         )
     given = {name: value for name, value in options.items() if value is not None}
     if "weight" in given:

@@ -92,16 +92,16 @@ def _require_effect(context: PlanningContext, index: int) -> None:
     if choices & _OF_STORED and any(index in found.named(place) and rule.fits(place) for place in stored):
         return
     if choices <= _OF_INPUTS:
-        what, remedy = "what it names is no input of the model", "; what a layer reads is an activation of its maker"
+        what, remedy = "is no input of the model", "; what a layer reads is an activation of the owner that computes it"
         places = [place for place in context.results() if "Input" in place.op_types]
     elif choices <= _OF_STORED | _OF_INPUTS:
-        what, remedy, places = "what it names holds no weight and no bias", "", stored
+        what, remedy, places = "has only activations", "", stored
     else:
-        what, remedy, places = "what it names is a stored tensor", "", list(context.results())
+        what, remedy, places = "is a stored tensor", "", list(context.results())
     holders = list(dict.fromkeys(owner_of(site) for place in places for site in place.sites if site))
     near = nearest_owners(rule.pattern.partition(":")[0], holders) or holders[:3]
-    others = f"owners that it could be for: {', '.join(near)}" if near else "the model has none that it could be for"
-    raise ConfigError(f"the rule {rule} changes nothing: {what}; {others}{remedy}")
+    others = f"owners that have one are: {', '.join(near)}" if near else "nothing in the model has one"
+    raise ConfigError(f"the rule {rule} reaches nothing: what matches {what}; {others}{remedy}")
 
 
 def _unmet_condition(rule: Rule, places: list[Place]) -> str:

@@ -6,7 +6,7 @@ import pytest
 from plans import embedding, inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
 
-from qsdk.core.config.config import w4a8, w8a8, w8a16
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import float16, int4, int8, int32, uint16
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -109,6 +109,17 @@ def test_a_rule_that_names_the_embedding_decides_it():
     assert spec_of(make_plan(embedding(), w4a8().override("emb", weight=int4)), "emb:weight").dtype == int4
     assert spec_of(make_plan(embedding(), w4a8().override("*", weight=int4)), "emb:weight").dtype == int8
     assert spec_of(make_plan(embedding(), w4a8().override("emb", activation=uint16)), "emb:weight").dtype == int8
+
+
+@pytest.mark.parametrize("config", [w4a8(), w8a8().override("*", weight="int4")], ids=["config", "rule"])
+def test_what_keeps_8_bits_says_so_and_names_no_rule(config: QuantConfig):
+    kept = site(make_plan(embedding(), config), "emb:weight")
+    assert kept.reason == "embedding; 8 bits: int4 is for weights of layers, unless a rule names this one"
+    assert kept.rule == "default"
+    also = config.override("*", per_channel=False)  # another choice of another rule does apply
+    assert site(make_plan(embedding(), also), "emb:weight").rule == "'*' -> per_channel=False"
+    named = site(make_plan(embedding(), config.override("emb", weight="int4")), "emb:weight")
+    assert (named.reason, named.rule) == ("embedding", "'emb' -> weight=int4")
 
 
 def test_a_parameter_read_in_two_places_is_one():

@@ -1,6 +1,8 @@
 """Planning on graphs built by hand: what is quantized, how, shared with what, and why not."""
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plans import embedding, inside, matmul_network, site, small_network, spec_of
@@ -208,6 +210,58 @@ def test_a_tie_is_not_carried_past_a_float_tensor():
 def test_a_rule_that_matches_nothing_names_the_nearest_owners():
     with pytest.raises(ConfigError, match=r"the rule 'conv3' -> weight=int4 matches no owner .* nearest are: conv[12]"):
         make_plan(small_network(), w8a8().override("conv3", weight="int4"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "choices", "message"),
+    [
+        ("relu", {"weight": "int4"}, "has only activations; owners that have one are: conv1, conv2, fc"),
+        ("*", {"op_type": "Relu", "weight": "int4"}, "has only activations; owners .*: conv1, conv2, fc"),
+        ("relu", {"block_size": 32}, "has only activations"),
+        ("conv2:output", {"weight": "int4"}, "has only activations; owners that have one are: conv2"),
+        ("conv2:weight", {"activation": "uint16"}, "is a stored tensor; owners that have one are: conv2"),
+        ("conv2", {"input": "uint16"}, "is no input of the model; .* are: x; what a layer reads is an activation of"),
+    ],
+)
+def test_a_rule_whose_choices_reach_nothing_is_refused(pattern: str, choices: dict[str, Any], message: str):
+    config = w8a8().override(pattern, **choices)
+    with pytest.raises(ConfigError, match=rf"the rule {re.escape(str(config.rules[0]))} reaches nothing: .*{message}"):
+        make_plan(small_network(), config)
+    make_plan(small_network(), w8a8().override(pattern, **choices, optional=True))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "choices"),
+    [
+        ("relu", {"weight": "int4", "activation": "uint16"}),
+        ("conv2", {"activation": "uint16"}),
+        ("conv2:bias", {"bias": "float32"}),
+        ("conv2:weight", {"weight": "int4"}),
+        ("x", {"input": "uint16"}),
+        ("*", {"input": "uint16"}),
+    ],
+)
+def test_a_rule_one_of_whose_choices_reaches_something_is_accepted(pattern: str, choices: dict[str, Any]):
+    make_plan(small_network(), w8a8().override(pattern, **choices))
+
+
+def test_a_bare_star_may_be_about_weights_that_a_model_has_not():
+    b = GraphBuilder()
+    graph = b.graph(b.op("Relu", [b.input()], "relu:output"))
+    make_plan(graph, w8a8().override("*", weight="int4"))
+    with pytest.raises(ConfigError, match="has only activations; nothing in the model has one"):
+        make_plan(graph, w8a8().override("relu", weight="int4"))
+
+
+def test_a_rule_about_what_stays_float_for_a_reason_is_accepted():
+    """A factor of what becomes integers is float whatever a rule says, but it is a weight."""
+    b = GraphBuilder()
+    x = b.input()
+    made = b.op("Mul", [x, b.stored("mul:weight", (8,))], "mul:output")
+    counted = b.op("Cast", [made], None, to=7)
+    b.tensors[counted] = replace(b.tensors[counted], dtype="int64")
+    plan = make_plan(b.graph(counted), w8a8().override("mul", weight="int16"))
+    assert site(plan, "mul:weight").state == "float"
 
 
 def test_a_rule_may_name_a_folded_owner():

@@ -114,7 +114,7 @@ def test_keywords_say_which_kind_is_meant(door):
             "relu1",
             "int4",
             {},
-            r"weight=int4\) reaches nothing: what matches has only activation.*owners that have one are.*conv1",
+            r"weight=int4\)? reaches nothing: what matches has only activation.*owners that have one are.*conv1",
         ),
         ("fc1:weight", None, {"activation": "uint16"}, r"fc1:weight is one weight; give a dtype, or weight="),
         ("fc1", None, {"bias": "int8"}, r"a bias is int32 or float, not int8"),
