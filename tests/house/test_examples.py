@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from example_files import FOLDER, example
@@ -225,11 +226,12 @@ def test_an_example_without_its_tracker_or_harness_says_what_to_install(name: st
 
 
 def test_generating_text_needs_a_decoder(tmp_path: Path):
-    sim = qsdk.quantize(nn.Linear(4, 2), torch.randn(2, 4))
-    qsdk.calibrate(sim, [torch.randn(2, 4)], progress=False)
-    qsdk.export(sim, tmp_path / "linear.onnx")
-    with pytest.raises(SystemExit, match=r"this is no decoder with a cache: it takes "):
-        example("generate_text").generate(str(tmp_path / "linear.onnx"), [1], 2)
+    x, y = (onnx.helper.make_tensor_value_info(name, 1, [2]) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+    opset = [onnx.helper.make_opsetid("", 21)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "relu.onnx")
+    with pytest.raises(SystemExit, match=r"this is no decoder with a cache: it takes x; see the top"):
+        example("generate_text").generate(str(tmp_path / "relu.onnx"), [1], 2)
 
 
 def test_tensorboard_itself_takes_the_numbers(tmp_path: Path):
