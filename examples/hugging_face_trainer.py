@@ -1,6 +1,6 @@
 """Quantization-aware training with the Trainer of Hugging Face, at W4A8.
 
-    pip install "qsdk[examples]"
+    pip install ".[examples]"    # in a copy of the repository
     python examples/hugging_face_trainer.py
     python examples/hugging_face_trainer.py --bf16 --folder run              # checkpoints in run/
     python examples/hugging_face_trainer.py --bf16 --folder run --resume     # goes on from the last of them

@@ -1,6 +1,6 @@
 """A classifier of your own pictures, in integers: trained, quantized, measured, exported.
 
-    pip install "qsdk[images]"
+    pip install ".[images]"    # in a copy of the repository
     python examples/image_classifier.py                                   # on pictures of clothes that come with qsdk
     python examples/image_classifier.py --pictures photos --size 64 --epochs 30
 

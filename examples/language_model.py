@@ -1,6 +1,6 @@
 """A language model from its checkpoint folder to a file with 4-bit weights, without ever holding all of its weights.
 
-    pip install qsdk transformers
+    pip install . transformers    # in a copy of the repository
     python examples/language_model.py CHECKPOINT OUT --text texts.txt
     python examples/generate_text.py OUT/model.onnx --tokenizer OUT/tokenizer.json --text "Once upon a time"
 

@@ -1,6 +1,6 @@
 """Quantization-aware training in a Lightning module, at W4A4.
 
-    pip install "qsdk[examples]"
+    pip install ".[examples]"    # in a copy of the repository
     python examples/lightning_module.py
 
 The module is given `sim.model` as it would be given the float model; its optimizer gets the parameter groups that know

@@ -1,6 +1,6 @@
 """A sim scored by the tasks of EleutherAI's lm-evaluation-harness: ARC, HellaSwag, WikiText and the rest.
 
-    pip install lm-eval transformers
+    pip install . lm-eval transformers    # in a copy of the repository
     python examples/lm_eval_harness.py ./my-model --tasks hellaswag,wikitext --limit 100
 
 `Adapter` has the three methods of `lm_eval.api.model.LM`; the harness is needed by `main` alone.

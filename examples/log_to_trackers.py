@@ -1,6 +1,6 @@
 """The numbers of long verbs in TensorBoard, MLflow or Weights & Biases.
 
-    pip install qsdk tensorboard
+    pip install . tensorboard    # in a copy of the repository
     python examples/log_to_trackers.py && tensorboard --logdir runs
 
 A callback is a function of `(name, value, step)`. `qsdk.callbacks` passes it what the verbs measure; your own training

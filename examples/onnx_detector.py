@@ -1,6 +1,6 @@
 """A detector in an ONNX file, quantized from a folder of pictures alone: no labels, no training code.
 
-    pip install "qsdk[images]"
+    pip install ".[images]"    # in a copy of the repository
     python examples/onnx_detector.py detector.onnx pictures --threshold 0.5 --out detector.int8.onnx
 
 Both are yours: the float ONNX file, whose first input takes one picture, and a folder of pictures like those in use.
