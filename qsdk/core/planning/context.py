@@ -123,9 +123,10 @@ class PlanningContext:
     def stored(self) -> Iterable[Place]:
         """Yield the places of stored tensors, those included that stay float because of what their op computes."""
         for index, op in enumerate(self.graph.ops):
-            for tensor in op.inputs:
-                root = None if tensor is None else self.graph.constant_root(tensor)
-                if root is not None and self.graph.tensors[root].is_float:
+            roots = {operand.root for operand in self.operands[index]}  # of a PRelu or a norm also what was reshaped
+            roots |= {r for t in op.inputs if t is not None and (r := self.graph.constant_root(t)) is not None}
+            for root in sorted(roots):
+                if self.graph.tensors[root].is_float:
                     yield self.stored_place(index, root)
 
     def _outside_groups(self, reasons: Mapping[int, str]) -> dict[int, str]:

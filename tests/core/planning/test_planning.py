@@ -264,6 +264,14 @@ def test_a_rule_about_what_stays_float_for_a_reason_is_accepted():
     assert site(plan, "mul:weight").state == "float"
 
 
+def test_a_rule_about_a_weight_behind_a_reshape_is_accepted():
+    b = GraphBuilder()
+    slope = b.op("Unsqueeze", [b.stored("act:weight", (3,))], None, (3, 1, 1), axes=(1, 2))
+    y = b.op("PRelu", [b.input(), slope], "act:output", (1, 3, 8, 8))
+    plan = make_plan(b.graph(y), w8a8().override("act", weight="int16"))
+    assert spec_of(plan, "act:weight").dtype.name == "int16"
+
+
 def test_a_rule_may_name_a_folded_owner():
     config = w8a8().skip("bn1")
     with pytest.raises(ConfigError, match="matches no owner"):
