@@ -69,7 +69,7 @@ def accuracy(network):
     return float((written == test).all(1).float().mean())
 
 
-print(readable(model.generate(prompts[:1], max_new_tokens=COUNT, do_sample=False, pad_token_id=PAD)[0]))
+print(readable(model.generate(prompts[1:2], max_new_tokens=COUNT, do_sample=False, pad_token_id=PAD)[0]))
 print(f"sorted rightly: {accuracy(model):.2f} of 500 lists")
 
 # %% [markdown]
@@ -214,7 +214,7 @@ def write(prompt):
     return tokens[0]
 
 
-for prompt in prompts[:3].numpy():
+for prompt in prompts[1:3].numpy():
     print(readable(write(prompt)))
 simulated = sim.model.generate(prompts[:50], max_new_tokens=COUNT, do_sample=False, pad_token_id=PAD).numpy()
 same = np.mean(
