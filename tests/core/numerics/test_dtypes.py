@@ -102,10 +102,15 @@ def test_names_lead_back_to_the_dtype(name: str):
     assert dtype_named(dtype.name) == dtype
 
 
-@pytest.mark.parametrize("name", ["int77", "int1", "uint8_strict", "float8_strict", "INT8", "", "int99_strict", 8])
+@pytest.mark.parametrize("name", ["int77", "int1", "uint8_strict", "float8_strict", "INT8", "", "int99_strict"])
 def test_an_unknown_name_is_answered_with_all_known_ones(name):
     with pytest.raises(ConfigError, match=f"unknown dtype {name!r}; choose one of int2, int4, int8, .*float32"):
         dtype_named(name)
+
+
+def test_a_number_of_bits_is_answered_with_the_dtype_that_is_meant():
+    with pytest.raises(ConfigError, match="unknown dtype 8; write 'int8'; all: int2, int4, int8, .*float32"):
+        dtype_named(8)
 
 
 def test_the_table_is_complete_and_cannot_be_changed():
