@@ -88,8 +88,6 @@ def _solve(
     """Solve a problem on torch; `tried` are the factors of the scales, for the rest see `solve`."""
     if (left := keep_nearest(problem)) is not None:
         return left
-    fixed, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
-    plain = (fixed.nearest(weight) * fixed.scale).mT
     evidence = Evidence.of(problem, shift_bias=shift_bias)
     objective = Objective.of(evidence.judged, damping)
     order = order_by_diagonal(objective.h)
@@ -97,7 +95,9 @@ def _solve(
 
     cells = cells_of_weights(problem, problem.encoding)
     factors, grid, codes = _search_scales(problem, objective, order, cells, tried, block_size)
+    fixed = WeightGrid.of(problem, problem.encoding)
     rounded, result = _descend(objective, (fixed, grid), codes, sweeps)
+    plain = (fixed.nearest(objective.weight) * fixed.scale).mT
     rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
     factors[evidence.worse(result, rounded, units_of(cells))] = 1
     encoding = _scale_encoding(problem, factors, cells)

@@ -51,6 +51,8 @@ class WeightGrid:
     @classmethod
     def concatenate(cls, grids: Sequence["WeightGrid"], dim: int = 0) -> "WeightGrid":
         """Return grids concatenated along the groups, or side by side along the rows."""
+        if len(grids) == 1:
+            return grids[0]
         scale = torch.cat([grid.scale for grid in grids], dim)
         return cls(scale, *(_concatenated([getattr(g, name) for g in grids], dim, scale) for name in _ENDS))
 
@@ -112,6 +114,8 @@ class Objective:
 
     def beside(self, count: int) -> "Objective":
         """Return the objective repeated along the rows."""
+        if count == 1:
+            return self
         return replace(self, weight=self.weight.repeat(1, 1, count), linear=self.linear.repeat(1, 1, count))
 
     def repeated(self, count: int) -> "Objective":
@@ -256,7 +260,9 @@ def error_feedback(
     # float64: otherwise the error of the factor would decide near-ties of many correlated inputs
     factor = torch.linalg.cholesky(h.take_along_dim(order, 1).take_along_dim(order.mT, 2).double())
     shift = torch.cholesky_solve(objective.linear.take_along_dim(order, 1).double(), factor).float()
-    best = objective.weight.take_along_dim(order, 1).sub_(shift).repeat(1, 1, scale.shape[-1] // shift.shape[-1])
+    best = objective.weight.take_along_dim(order, 1).sub_(shift)
+    if scale.shape[-1] > best.shape[-1]:
+        best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
     # in place, and let go: of a wide layer these matrices are the largest part of the memory
     slopes = factor.div_(factor.diagonal(dim1=-2, dim2=-1)[:, None, :].clone()).mT.float()
     del factor, shift
@@ -268,7 +274,7 @@ def error_feedback(
             codes[:, i] = code
             miss[:, i] = code.mul_(scale[:, i]).sub_(best[:, i])
             target[:, start:i].addcmul_(slopes[:, start:i, i : i + 1], miss[:, i : i + 1], value=-1)
-        target[:, :start] -= slopes[:, :start, start:stop] @ miss[:, start:stop]
+        target[:, :start].baddbmm_(slopes[:, :start, start:stop], miss[:, start:stop], alpha=-1)
     return torch.empty_like(codes).scatter_(1, order.expand_as(codes), codes)
 
 
