@@ -3,8 +3,9 @@
 To first order, a rounding error d at a site changes the outputs by J d, where J is the Jacobian of the outputs with
 respect to the site. For a vector v of random signs, `E[(v' J d)^2] = |J d|^2` (Hutchinson 1990), and `v' J` is the
 gradient of `v' y`: one backward pass gives that of every site. The examples of a batch do not influence one another,
-so each one is an estimate of its own; so is each channel of a weight, since its rounding errors are its own. With many
-passes there is no need for the latter, which leaves out how errors of channels add up over the same rows.
+so each one is an estimate of its own; so is each channel of a weight or an activation, since its rounding errors are
+its own. With many passes there is no need for the latter, which leaves out how errors of channels add up over the same
+rows. (Measured on MobileNetV2: four rows by channel rank activations as well as twenty that are summed whole.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ class NoiseProbe:
         channel_axes: site -> channel axis, of stored tensors; all other sites hold activations.
         seed: of the random signs.
         noise: site -> power of its noise at the outputs, summed over all batches.
+        variance: site -> of that estimate, since signs are random: of the square of a sum of many random signs, it is
+            two thirds of the fourth power.
         unreached: sites with an error that no gradient reached.
     """
 
@@ -33,6 +36,7 @@ class NoiseProbe:
     channel_axes: Mapping[str, int]
     seed: int = 0
     noise: dict[str, float] = field(default_factory=dict)
+    variance: dict[str, float] = field(default_factory=dict)
     unreached: set[str] = field(default_factory=set)
     _errors: dict[str, Tensor] = field(default_factory=dict)
     _waiting: list[tuple[str, Tensor, list[Tensor]]] = field(default_factory=list)
@@ -92,8 +96,13 @@ class NoiseProbe:
                 continue
             slopes = sum(gradients[1:], start=gradients[0]).float()
             gradients.clear()
-            parts = _by_part(_finite(slopes * error), self.channel_axes.get(site), examples)
-            if site in self.channel_axes:  # read more than once, it has the same errors each time
+            axis = self.channel_axes.get(site)
+            products = slopes * error
+            by_channel = passes == 1
+            parts = _by_part(products, axis, examples, by_channel)
+            if not torch.isfinite(parts.sum()):  # the check of all products would take as long as the sums
+                parts = _by_part(_finite(products), axis, examples, by_channel)
+            if axis is not None:  # read more than once, it has the same errors each time
                 stored[site] = stored[site] + parts if site in stored else parts
             else:
                 self._add(site, parts, passes)
@@ -105,14 +114,18 @@ class NoiseProbe:
         self._waiting.clear()
 
     def _add(self, site: str, parts: Tensor, passes: int) -> None:
-        self.noise[site] = self.noise.get(site, 0.0) + float(parts.double().square().sum()) / passes
+        powers = parts.double().square()
+        self.noise[site] = self.noise.get(site, 0.0) + float(powers.sum()) / passes
+        self.variance[site] = self.variance.get(site, 0.0) + float(powers.square().sum()) * 2 / 3 / passes**2
 
 
-def _by_part(products: Tensor, axis: int | None, examples: int) -> Tensor:
-    """Return the sums of products per channel of a stored tensor, or per example of an activation."""
+def _by_part(products: Tensor, axis: int | None, examples: int, by_channel: bool) -> Tensor:
+    """Return the sums of products per channel of a stored tensor, or per example of an activation, and its channel."""
     if axis is not None:
         return products.movedim(axis, 0).reshape(products.shape[axis], -1).sum(1) if products.dim() else products
     rows = examples if products.dim() and products.shape[0] % max(examples, 1) == 0 else 1
+    if by_channel and rows == products.shape[:1].numel():
+        return products.sum(tuple(range(2, products.dim()))) if products.dim() > 2 else products
     return products.reshape(rows, -1).sum(1)
 
 

@@ -68,9 +68,10 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "used"), [([16] * 4, [16, 6]), ([48], [16]), ([300], [32]), ([16, 16], [16, 16]), ([3], [3])]
+    ("sizes", "used"),
+    [([16] * 4, [13]), ([16] * 6, [16, 4]), ([48], [10]), ([300], [32]), ([16, 16], [16, 16]), ([3], [3])],
 )
-def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows_unless_they_are_few(demo, sizes, used):
+def test_the_estimate_reads_the_data_once_and_a_fifth_of_its_rows_unless_they_are_few(demo, sizes, used):
     sim, calls = demo[0], []
     images = torch.from_numpy(load().calibration_images[: sum(sizes)])
 
@@ -128,7 +129,7 @@ def test_a_model_of_a_fixed_number_of_rows_gets_them_all(branches, monkeypatch):
         return model(batch)
 
     report = qsdk.sensitivity(sim, [x], forward=forward, progress=False)
-    assert calls == [6, 16, 16]
+    assert calls == [4, 16, 16]
     assert report.rows[0]["sqnr_db"] == qsdk.sensitivity(sim, [x], progress=False).rows[0]["sqnr_db"]
 
 

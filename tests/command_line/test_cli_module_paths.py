@@ -30,11 +30,11 @@ def test_rows_show_paths_of_modules(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert main(["sensitivity", str(tmp_path / "float.onnx"), "--data", str(tmp_path / "x.npy"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    weights = {row["layer"]: row["node"] for row in rows if row["kind"] == "weights"}
+    weights = {row["module"]: row["layer"] for row in rows if row["kind"] == "weights"}
     assert sorted(weights) == ["0.conv1", "0.conv2", "1.conv1", "1.conv2", "3"]
     assert weights["0.conv1"] == "node_conv2d"
-    activations = {row["layer"] for row in rows if row["kind"] == "activations"}
-    assert activations >= {"input", "0.conv2", "0 (node_relu)", "0 (node_relu_1)"}  # two ReLUs of one module
+    activations = {(row["layer"], row["module"]) for row in rows if row["kind"] == "activations"}
+    assert activations >= {("input", ""), ("node_relu", "0"), ("node_relu_1", "0")}  # two ReLUs of one module
     skipped = ["--config", "w4a8", "--skip", "0.conv1"]
     assert main(["sensitivity", str(tmp_path / "float.onnx"), "--data", str(tmp_path / "x.npy"), *skipped]) == 0
-    assert "0.conv1 " not in capsys.readouterr().out
+    assert " 0.conv1 " not in capsys.readouterr().out

@@ -43,7 +43,12 @@ def _smallest(*given: Tensor) -> Tensor:
 
 
 def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    return x if low is None and high is None else torch.clamp(x, low, high)
+    if low is None or high is None or not x.is_floating_point() or low.requires_grad or high.requires_grad:
+        return x if low is None and high is None else torch.clamp(x, low, high)
+    least, most = float(low), float(high)
+    if least > most:  # which ONNX allows
+        return torch.clamp(x, low, high)
+    return F.hardtanh(x, least, most)  # whose gradient is one kernel; that of a clamp to tensors takes three
 
 
 # the other attributes of a cast are about float8, which no tensor of a float graph has

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -154,12 +155,17 @@ def _is_supported(graph: Graph, op: Op) -> bool:
 def _takes(kernel: Callable[..., Any], op: Op) -> bool:
     """Return whether a kernel takes the op's attributes; torch's own functions have no signature, and take none."""
     try:
-        inspect.signature(kernel).bind(*op.inputs, **op.attributes)
+        _signature(kernel).bind(*op.inputs, **op.attributes)
     except ValueError:
         return not op.attributes
     except TypeError:
         return False
     return True
+
+
+@cache  # reading one takes longer than many an op runs
+def _signature(kernel: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(kernel)
 
 
 def _places(op: Op) -> Sequence[int]:

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import Namespace
-from collections import Counter
 from typing import Any
 
 from onnx_backend.proto.inputs import inputs_of
@@ -51,19 +50,13 @@ def run(options: Namespace) -> int:
 
 
 def _with_modules(report: Report, sim: OnnxSim) -> Report:
-    """Return a report with the paths of modules as layers, where a file that torch exported has them.
+    """Return a report with the path of its module beside each layer, where a file that torch exported has other names.
 
-    A path that several layers have is followed by the layer's own name, which is in `node` as well.
+    The layer keeps the name that it has in every report; patterns of `--override` and `--skip` match both.
     """
     paths = _module_paths(sim.graph)
-    counts = Counter(paths.values())
-
-    def shown(layer: str) -> str:
-        path = paths.get(layer, layer)
-        return path if counts[path] < 2 else f"{path} ({layer})"
-
-    rows = [{**row, "layer": shown(row["layer"]), "node": row["layer"]} for row in report.rows]
-    changed = any(row["layer"] != row["node"] for row in rows)
+    rows = [{"layer": row["layer"], "module": paths.get(row["layer"], ""), **row} for row in report.rows]
+    changed = any(row["module"] not in ("", row["layer"]) for row in rows)
     return Report(report.title, rows, report.summary) if changed else report
 
 

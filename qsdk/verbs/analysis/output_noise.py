@@ -70,8 +70,8 @@ def estimate_noise(
 ) -> tuple[OutputNoise, set[str]] | None:
     """Return the noise of every site to first order, and the sites that no gradient reaches.
 
-    About a third of the rows are used, with a forward pass in float, one in the simulation, and a backward pass, which
-    together cost four to six float passes over them. Where that is little work, all rows are, and more backward passes.
+    About a fifth of the rows are used, with a forward pass in float, one in the simulation, and a backward pass, which
+    together cost four to nine float passes over them. Where that is little work, all rows are, and more backward passes.
 
     Returns:
         None where the model has no gradients.
@@ -106,7 +106,7 @@ def estimate_noise(
         noise.all_quantized += weights.power_of_changes(quantized, [in_float])
         kept += [(used, quantized[0])] if len(kept) < _COMPARED else []
     _compare_with_given(sim, noise, weights, kept, forward)
-    noise.alone, noise.silent = probe.noise, weights.silent
+    noise.alone, noise.variance, noise.silent = probe.noise, probe.variance, weights.silent
     return noise, probe.unreached
 
 
@@ -190,6 +190,7 @@ def measure_noise(
         noise.all_quantized = with_only(every, given) * signal / (sum(map(weights.power, given)) or 1.0)
     for layer in bar(layers, desc="sensitivity", unit="layer", disable=not progress, leave=False):
         noise.alone |= dict.fromkeys(layer.sites, 0.0) | {layer.sites[0]: with_only(layer.sites)}
+        noise.variance |= dict.fromkeys(layer.sites, 0.0)
         if reverse:
             noise.without[layer] = with_only(every.difference(layer.sites))
     return noise

@@ -1,11 +1,13 @@
 """What verbs have done to a model's stored values for good, which no noise of quantizing them now can show."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -19,7 +21,17 @@ def rounded_weights(sim: Sim) -> list[str]:
     encodings = sim.encodings
     weights = [d.site for d in sim.plan.decisions.values() if d.kind == "weight" and d.site in encodings]
     held = sim.stored_floats(weights)
-    return [site for site in held if np.array_equal(encodings[site].fake_quantize(held[site]), held[site])]
+    return [site for site in held if _is_rounded(held[site], encodings[site])]
+
+
+def _is_rounded(values: npt.NDArray[Any], encoding: Encoding) -> bool:
+    if (
+        encoding.axis == 0 and encoding.block_size is None and len(values)
+    ):  # one channel tells of most that they are not
+        first = replace(encoding, scale=encoding.scale[:1], zero_point=encoding.zero_point[:1])
+        if not np.array_equal(first.fake_quantize(values[:1]), values[:1]):
+            return False
+    return np.array_equal(encoding.fake_quantize(values), values)
 
 
 def rounded_facts(sim: Sim) -> dict[str, Any]:

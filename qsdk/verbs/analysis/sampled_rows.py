@@ -1,4 +1,4 @@
-"""Which of the data is used for what costs several passes over it: all where that is little work, else a third."""
+"""Which of the data is used for what costs several passes over it: all where that is little work, else a fifth."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qsdk.core.planning.plan import Plan
 
-_THIRDS = 3
-_FEWEST, _MOST = 2, 32  # rows of a batch: fewer would say too little, more hardly anything new
+_PARTS = 5
+_FEWEST, _MOST = 4, 32  # rows of a batch: fewer would say too little, more hardly anything new
 _LITTLE = 4_000_000_000  # multiplications of a pass over all data: a second or so
 _PASSES = 64  # backward, over all batches together, where that is little work too
 _AFFORDABLE = 10_000_000_000, 200  # multiplications and batches, of layers measured one at a time
@@ -39,7 +39,7 @@ class Sampled:
 
 
 def sampled(batches: Iterable[tuple[int, Any]], plan: Plan) -> Iterator[Sampled]:
-    """Yield all rows of the data where a pass over them is little work, else a third: every third batch, or its rows.
+    """Yield all rows of the data where a pass over them is little work, else a fifth: every fifth batch, or its rows.
 
     Args:
         batches: with their numbers.
@@ -57,7 +57,7 @@ def sampled(batches: Iterable[tuple[int, Any]], plan: Plan) -> Iterator[Sampled]
         yield from (Sampled(number, batch, batch, row_count(batch), passes) for number, batch in held)
         return
     everything = chain(held, remaining)
-    while group := list(islice(everything, _THIRDS)):
+    while group := list(islice(everything, _PARTS)):
         number, batch = group[0]
         yield Sampled(number, batch, rows_of(batch, len(group)), sum(row_count(one) for _, one in group))
 
@@ -94,14 +94,14 @@ def row_count(batch: Any) -> int:
     return next((len(x) for x in _arrays(batch)), 1)
 
 
-def rows_of(batch: Any, thirds: int) -> Any:
-    """Return that many thirds of the rows of a batch, evenly spaced: two at least, and 32 at most.
+def rows_of(batch: Any, fifths: int) -> Any:
+    """Return that many fifths of the rows of a batch, evenly spaced: four at least, and 32 at most.
 
     A batch whose arrays do not all have the same number of rows is returned as it is.
     """
     arrays = _arrays(batch)
     length = len(arrays[0]) if arrays else 0
-    kept = min(max(-(-length * thirds // _THIRDS), _FEWEST), _MOST)
+    kept = min(max(-(-length * fifths // _PARTS), _FEWEST), _MOST)
     if kept >= length or any(len(x) != length for x in arrays):
         return batch
     rows = [row * length // kept for row in range(kept)]

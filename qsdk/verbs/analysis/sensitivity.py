@@ -30,8 +30,8 @@ def sensitivity(
 ) -> Report:
     """Return what quantizing each layer alone costs at the model's outputs, worst first.
 
-    By default one pass over a third of the rows of the data estimates all layers at once, to first order, from the
-    gradients of random combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`): every third
+    By default one pass over a fifth of the rows of the data estimates all layers at once, to first order, from the
+    gradients of random combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`): every fifth
     batch, or a part of one, if the model takes fewer rows; where it is little work, all rows with more gradients. A
     layer that no gradient reaches, or all of a model without, is measured with it alone quantized, on two batches.
 
@@ -48,7 +48,8 @@ def sensitivity(
     Returns:
         Rows `layer`, `kind` (weights or activations), `dtype`, `sqnr_db` of the outputs when it alone is quantized,
         `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), the
-        number of `sites`, and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
+        number of `sites`, `note` (only where an estimate is uncertain: few random signs make up most of it, or noise as
+        strong as the signal is beyond first order; `exact=True` measures it), and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
         equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, from the model as it was
         given, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), `samples` (rows of data
         that were used) of `samples_given`, `not_counted` (outputs that are 0 in all of them), `rounded` (weights stored
