@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import qsdk
+from qsdk.algorithms.noise_probe import NoiseProbe
+from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, sensitivity_report
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 from qsdk.verbs.analysis import sampled_rows
@@ -94,6 +96,37 @@ def test_of_a_small_network_the_estimate_is_close(rows, weight):
     measured = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
     for key, row in by_row(qsdk.sensitivity(sim, batches, progress=False)).items():
         assert row["sqnr_db"] == pytest.approx(measured[key]["sqnr_db"], abs=2.0), key
+
+
+def test_a_row_that_rests_on_few_random_signs_or_is_beyond_first_order_says_so():
+    rows = {
+        "few": {"few:weight": (1.0, 0.5)},  # power and its variance
+        "many": {"many:weight": (1.0, 0.01)},
+        "sums": {"sums:weight": (0.9, 0.01), "sums:bias": (0.1, 0.005)},
+        "strong": {"strong:weight": (40.0, 0.1)},
+        "measured": {"measured:weight": (40.0, 0.0)},
+    }
+    noise = OutputNoise(signal=100.0)
+    for sites in rows.values():
+        noise.alone |= {site: power for site, (power, _) in sites.items()}
+        noise.variance |= {site: variance for site, (_, variance) in sites.items()}
+    layers = [LayerSites(name, "weights", tuple(sites), "int8") for name, sites in rows.items()]
+    report = sensitivity_report(layers, noise, {}, {})
+    assert {row["layer"] for row in report.rows if row["note"] == "estimate is uncertain"} == {"few", "strong"}
+    assert "note" not in sensitivity_report([layers[1]], noise, {}, {}).rows[0]
+
+
+def test_the_variance_of_an_estimate_is_that_of_its_random_signs():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 6, 4, 4), torch.randn(3, 6 * 16)
+    found, expected = [], []
+    for seed in range(400):
+        probe = NoiseProbe(lambda _, values: (values * 2).round() / 2, {}, seed)
+        y = probe.visit("x:input", x.clone().requires_grad_()).reshape(1, -1) @ weight.T
+        probe.measure([y], [1.0])
+        found.append(probe.noise["x:input"])
+        expected.append(probe.variance["x:input"])
+    assert np.var(found) == pytest.approx(np.mean(expected), rel=0.35)
 
 
 def test_a_row_that_costs_nothing_says_so_in_a_word():

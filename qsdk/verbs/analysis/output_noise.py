@@ -70,8 +70,8 @@ def estimate_noise(
 ) -> tuple[OutputNoise, set[str]] | None:
     """Return the noise of every site to first order, and the sites that no gradient reaches.
 
-    About a fifth of the rows are used, with a forward pass in float, one in the simulation, and a backward pass, which
-    together cost four to nine float passes over them. Where that is little work, all rows are, and more backward passes.
+    About a fifth of the rows are used, with a forward pass in float, one in the simulation, and a backward pass. Where
+    that is little work, all rows are, and more backward passes.
 
     Returns:
         None where the model has no gradients.
