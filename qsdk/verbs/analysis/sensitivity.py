@@ -48,14 +48,13 @@ def sensitivity(
     Returns:
         Rows `layer`, `kind` (weights or activations), `dtype`, `sqnr_db` of the outputs when it alone is quantized,
         `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), the
-        number of `sites`, `note` (only where an estimate is uncertain: few random signs make up most of it, or noise as
-        strong as the signal is beyond first order; `exact=True` measures it), and with `runtime` `ms` of the layer
-        (None: it is fused to another). Several outputs count equally, each in units of its own power. Summary:
-        `sqnr_db` of the whole simulation, from the model as it was given, `layers`, `rows_with_80_percent` of the
-        noise, `method` (estimated or measured), `samples` (rows of data that were used) of `samples_given`,
-        `not_counted` (outputs that are 0 in all of them), `rounded` (weights stored as a verb or the file rounded them:
-        see `remark`), and with a metric `reference` (the model as given), `metric`, `drop`, `float_now` (where verbs
-        have changed the model: rows count from there). 200 dB print as `exact`.
+        number of `sites`, `note` (where an estimate is uncertain), and with `runtime` `ms` of the layer (None: it is
+        fused to another). Several outputs count equally, each in units of its own power. Summary: `sqnr_db` of the
+        whole simulation, from the model as it was given, `layers`, `rows_with_80_percent` of the noise, `method`
+        (estimated or measured), `samples` (rows of data that were used) of `samples_given`, `not_counted` (outputs that
+        are 0 in all of them), `rounded` (weights stored as a verb or the file rounded them: see `remark`), and with a
+        metric `reference` (the model as given), `metric`, `drop`, `float_now` (where verbs have changed the model: rows
+        count from there). 200 dB print as `exact`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
