@@ -53,8 +53,7 @@ def sensitivity(
         whole simulation, from the model as it was given, `layers`, `rows_with_80_percent` of the noise, `method`
         (estimated or measured), `samples` (rows of data that were used) of `samples_given`, `not_counted` (outputs that
         are 0 in all of them), `rounded` (weights stored as a verb or the file rounded them: see `remark`), and with a
-        metric `reference` (the model as given), `metric`, `drop`, `float_now` (where verbs have changed the model: rows
-        count from there). 200 dB print as `exact`.
+        metric `reference` (the model as given), `metric`, `drop`, `float_now` (where verbs have changed the model).
 
     Raises:
         CalibrationError: the sim is not calibrated.
