@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
@@ -54,6 +55,8 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             problem = f"the runtime does not compile {node.op_type} behind 8 bits, or computes it wrong without a word"
             remedy = 'give it and what it reads 16 bits, .override("its name", activation="uint16"), or leave it float'
             yield error(node_label(node), "dialect", problem, remedy)
+        if dialect == "qnn":
+            yield from _wrong_on_the_htp(node, known)
         if dialect in TABLES and node.op_type == "BitShift":
             yield from _wrong_shift(node, known, TABLES[dialect])
         if not is_quantizer(node):
@@ -84,6 +87,31 @@ def _is_decompressed(layer: NodeProto, known: Readers) -> bool:
     """Return True if the runtime turns a Linear's stored integers into floats: they, or the inputs, are not 8 bits."""
     weight = known.weight(layer.input[1]).removesuffix(" blocks")
     return weight in ("int4", "uint4") or (weight in ("int8", "uint8") and pair_before(layer, known) is None)
+
+
+def _wrong_on_the_htp(node: NodeProto, known: Readers) -> Iterator[Finding]:
+    """Yield what the HTP (2.7) computes wrong for some operands: it moves codes between grids, and sums zero points."""
+    before = known.makers.get(node.input[0]) if node.input else None
+    if before is None or before.op_type != "DequantizeLinear":
+        return
+    if node.op_type == "CumSum" and _is_shifted(before, known) and pair_before(node, known) is not None:
+        axis = known.stored.get(node.input[1])
+        if axis is None or int(array(axis).reshape(())) != -1:
+            problem = "the runtime adds up zero points too, but for the last axis: a quarter of the grid off (measured)"
+            remedy = 'sum along axis=-1, or give what it reads 16 bits, .override("its name", activation="uint16")'
+            yield error(node_label(node), "dialect", problem, remedy)
+    if node.op_type in ("DepthToSpace", "SpaceToDepth"):
+        alike = [after for after in _quantizers(node, known) if known.dtype(after) == known.dtype(before)]
+        if any(_grid(after, known) != _grid(before, known) for after in alike):
+            problem = "the runtime moves codes, from one grid to another here: a third of the grid off (measured)"
+            remedy = "give both pairs one scale and zero point, as quantize does"
+            yield error(node_label(node), "dialect", problem, remedy)
+
+
+def _grid(quantizer: NodeProto, known: Readers) -> list[list[float]]:
+    """Return the scales and zero points of a QuantizeLinear or DequantizeLinear, of those that are stored."""
+    found = [known.stored.get(name) for name in quantizer.input[1:]]
+    return [np.asarray(array(tensor), np.float64).reshape(-1).tolist() for tensor in found if tensor is not None]
 
 
 def _wrong_shift(node: NodeProto, known: Readers, table: RuntimeTable) -> Iterator[Finding]:

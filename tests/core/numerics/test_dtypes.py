@@ -109,7 +109,7 @@ def test_an_unknown_name_is_answered_with_all_known_ones(name):
 
 
 def test_a_number_of_bits_is_answered_with_the_dtype_that_is_meant():
-    with pytest.raises(ConfigError, match="unknown dtype 8; write 'int8'; all: int2, int4, int8, .*float32"):
+    with pytest.raises(ConfigError, match=r"unknown dtype 8; write 'int8'; all: int2, int4, int8, .*float32"):
         dtype_named(8)
 
 

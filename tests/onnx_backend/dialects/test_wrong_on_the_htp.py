@@ -1,0 +1,61 @@
+"""What Qualcomm's HTP computes wrong for some operands is refused, and is wrong there; its neighbours are neither."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.other_runtimes.onnxruntime_runner import OnnxRuntimeRunner
+from onnx_backend.other_runtimes.qnn_runner import QnnRunner
+from onnx_backend.validation.validate import validate
+
+X = np.random.default_rng(0).uniform(-1, 1, (1, 8, 4, 6)).astype(np.float32)
+STEP = 0.0625
+#: op, attributes, second operand, scale of the result -> whether the HTP goes wrong
+CASES = {
+    "depth to space, another scale": ("DepthToSpace", {"blocksize": 2}, None, 0.004, True),
+    "space to depth, another scale": ("SpaceToDepth", {"blocksize": 2}, None, 0.004, True),
+    "depth to space, one scale": ("DepthToSpace", {"blocksize": 2}, None, 1 / 127, False),
+    "depth to space, another dtype": ("DepthToSpace", {"blocksize": 2}, None, 0.003, False),
+    "a transpose, another scale": ("Transpose", {"perm": [0, 2, 3, 1]}, None, 0.004, False),
+    "a running sum of channels": ("CumSum", {}, 1, STEP, True),
+    "a running sum of the last axis": ("CumSum", {}, -1, STEP, False),
+}
+
+
+def between_pairs(name: str) -> ModelProto:
+    op, attributes, operand, scale, _ = CASES[name]
+    stored = {"s": np.float32(1 / 127), "z": np.uint8(128), "r": np.float32(scale), "rz": np.uint8(128)}
+    if scale == 1 / 127:
+        stored |= {"r": stored["s"]}
+    if scale == 0.003:
+        stored |= {"s": np.float32(1 / 32767), "z": np.uint16(32768)}
+    stored |= {} if operand is None else {"operand": np.int64(operand)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node(op, ["d"] if operand is None else ["d", "operand"], ["m"], "the_op", **attributes),
+        helper.make_node("QuantizeLinear", ["m", "r", "rz"], ["p"]),
+        helper.make_node("DequantizeLinear", ["p", "r", "rz"], ["y"]),
+    ]
+    edges = [helper.make_tensor_value_info("x", TensorProto.FLOAT, X.shape)]
+    edges += [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    tensors = [numpy_helper.from_array(np.asarray(value), key) for key, value in stored.items()]
+    graph = helper.make_graph(nodes, "graph", edges[:1], edges[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_by_name(name):
+    found = [row for row in validate(between_pairs(name), dialect="qnn").rows if row["severity"] == "error"]
+    assert [row["node"] for row in found] == ["the_op"] * CASES[name][-1]
+    assert all("measured" in row["problem"] for row in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_wrong_on_the_htp_and_its_neighbours_are_not(name):
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn has no wheel for this system")
+    model = between_pairs(name)
+    (found,), (wanted,) = QnnRunner(model).run({"x": X}), OnnxRuntimeRunner(model).run({"x": X})
+    assert (np.abs(found - wanted).max() / CASES[name][3] > 10) == CASES[name][-1]
