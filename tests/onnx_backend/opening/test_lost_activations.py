@@ -179,7 +179,7 @@ def test_verbs_do_not_take_the_clipping_for_an_error(verb, tmp_path):
 
 def test_sensitivity_is_that_of_one_layer_at_a_time(tmp_path):
     sim = quantize(of_tool(tmp_path)[0], None, None)
-    batches = np.split(X * 0.7, 8)  # inside the ranges: an estimate from a third of the rows may miss what is outside
+    batches = np.split(X * 0.7, 8)  # inside the ranges: an estimate from a fifth of the rows may miss what is outside
     found, truth = (qsdk.sensitivity(sim, batches, exact=exact, progress=False) for exact in (False, True))
     measured = {(row["layer"], row["kind"]): row["sqnr_db"] for row in truth.rows}
     assert min(measured.values()) > 20  # without its activation functions: 2 dB
