@@ -29,6 +29,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+    # in the processes that they start as well: threads that wait for one another take many times as long there
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all is collected: what imports make stays to the end, so the collector need not look at it
 
 
