@@ -12,7 +12,7 @@ from ptq_networks import resnet14
 from qat_memory import forget_peak, resident
 
 import qsdk
-from torch_bridge.walk.freed_memory import give_back
+from qsdk.core.freed_memory import give_back
 
 IMAGES, BATCH = 512, 64
 

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ def looked_up(lines: Sequence[Any], key: Sequence[str]) -> float | None:
 
 def run(command: str) -> list[Any]:
     """Return the JSON lines that a benchmark prints; they are shown as well."""
-    name, *options = command.split()
+    name, *options = shlex.split(command)
     script = [sys.executable, str(HERE / f"{name}.py"), *options]
     done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="", flush=True)

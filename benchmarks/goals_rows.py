@@ -91,7 +91,7 @@ PYTORCH = (
     ),
 )
 
-_ROUNDED = "ptq_tables mobile --config=W3A8"
+_ROUNDED = 'ptq_tables mobile --config=W3A8 --methods="seq_mse;adaround;seq_mse, adaround"'
 _SEARCHED = "the float network has 90.8 %; three seeds were not trained"
 
 ALGORITHMS = (

@@ -1,5 +1,6 @@
 """Each layer has one rank that solves it, its owner, and sends the solution to the others."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -10,8 +11,12 @@ from torch import Tensor
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.solvers.on_torch import scales_of_weights
+from qsdk.core.freed_memory import give_back
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer
+
+#: weights of a layer whose solution takes so much memory that what was freed before is worth giving back
+_LARGE = 1 << 22
 
 
 class Owners:
@@ -53,6 +58,8 @@ def solve_together(
     own: dict[str, tuple[Solution, float]] = {}
     failure, rank, several = None, ranks.rank(), ranks.world_size() > 1
     for problem in problems:
+        if math.prod(problem.weight.shape) >= _LARGE:
+            give_back()
         if owners[problem.site] == rank and failure is None:
             begun = perf_counter()
             try:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from qsdk.core.freed_memory import FreedMemory
 from qsdk.core.sims.corrected_biases import float_biases
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.walk.float_products import float_products
-from torch_bridge.walk.freed_memory import FreedMemory
 from torch_bridge.walk.layer_weights import LayerWeights
 from torch_bridge.walk.offload import Offloader
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge.walk.freed_memory import give_back
+from qsdk.core.freed_memory import give_back
 from torch_bridge.walk.paused_forward import PausedForward
 
 

@@ -214,7 +214,7 @@ class Moments:
         x, difference = _scaled(pairs, weights)
         ones = [zeros(1, part.shape[1], 1) + 1 for part, _ in pairs]
         roots = None if rows == count else _scaled([(one, one) for one in ones], weights)[0].flatten()
-        drifted = difference @ -self._weight.mT
+        drifted = (difference @ self._weight.mT).neg_()
         return Sums(None, None, None, mean, mean_quantized, rows, count, x, drifted, roots)
 
     def _start(self) -> None:

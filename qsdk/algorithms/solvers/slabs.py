@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from qsdk.algorithms.solvers.on_torch import on_torch
+from qsdk.core.freed_memory import give_back
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.encoding import Encoding
 
@@ -64,6 +65,7 @@ def _solve_each(problem: LayerProblem, slabs: list[slice], solver: Solver) -> So
     scales: list[Any] = []
     errors, energies = np.zeros(2), 0.0
     for rows in slabs:
+        give_back()
         part = on_torch(_part(problem, rows))
         found = solver(part)
         energy = _energy(part)

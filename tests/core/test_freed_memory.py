@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from torch_bridge.walk import freed_memory
+from qsdk.core import freed_memory
 
 MIB = 1 << 20
 KEPT: list[torch.Tensor] = []
