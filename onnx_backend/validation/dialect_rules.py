@@ -15,7 +15,7 @@ from onnx_backend.proto.nodes import node_label
 from onnx_backend.validation import tensorrt_rules
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import is_quantizer
-from qsdk.core.graph.op_facts import SHAPE_OPS
+from qsdk.core.graph.op_facts import BLOCK_MOVES, SHAPE_OPS
 from qsdk.core.numerics.dtypes import DTYPES
 
 _MISREAD = 16  # a difference of this part of the grid is no rounding any more
@@ -100,7 +100,7 @@ def _wrong_on_the_htp(node: NodeProto, known: Readers) -> Iterator[Finding]:
             problem = "the runtime adds up zero points too, but for the last axis: a quarter of the grid off (measured)"
             remedy = 'sum along axis=-1, or give what it reads 16 bits, .override("its name", activation="uint16")'
             yield error(node_label(node), "dialect", problem, remedy)
-    if node.op_type in ("DepthToSpace", "SpaceToDepth"):
+    if node.op_type in BLOCK_MOVES:
         alike = [after for after in _quantizers(node, known) if known.dtype(after) == known.dtype(before)]
         if any(_grid(after, known) != _grid(before, known) for after in alike):
             problem = "the runtime moves codes, from one grid to another here: a third of the grid off (measured)"
