@@ -372,6 +372,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
 
 def _quantize_options(file: SimFile, where: str) -> tuple[QuantConfig, bool]:
     try:
-        return QuantConfig.from_dict(file.facts["quantized_with"], where=where), bool(file.facts["fold_batch_norm"])
+        config = QuantConfig.from_dict(file.facts["quantized_with"], where=where)
+        return config.of_saved_sim(), bool(file.facts["fold_batch_norm"])
     except (KeyError, TypeError) as error:
         raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error

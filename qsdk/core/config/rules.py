@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase, translate
 from typing import Any, Literal, get_args
 
@@ -81,6 +81,7 @@ class Rule:
         shape: of the tensor; None stands for any dimension.
         tensor_dtype: of the tensor in the float model.
         optional: it may match nothing.
+        accepted: it comes from a saved sim, which was made with it, so it need not reach anything. Not written.
     """
 
     pattern: str
@@ -106,6 +107,7 @@ class Rule:
     shape: Shape | None = None
     tensor_dtype: str | None = None
     optional: bool = False
+    accepted: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         where = [f"{name}={_text(getattr(self, name))}" for name in CONDITIONS if getattr(self, name) is not None]
@@ -164,7 +166,7 @@ class Rule:
 
 
 CONDITIONS = ("op_type", "shape", "tensor_dtype")
-CHOICES = tuple(field.name for field in fields(Rule) if field.name not in ("pattern", *CONDITIONS, "optional"))
+CHOICES = tuple(each.name for each in fields(Rule) if each.name not in ("pattern", *CONDITIONS, "optional", "accepted"))
 _REPLACEABLE = ("weight", "activation", "bias", "input", "output")
 DTYPE_CHOICES = ("activation", "bias", "input", "output", "kv_cache")
 

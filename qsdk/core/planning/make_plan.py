@@ -63,7 +63,7 @@ def _require_matches(context: PlanningContext, extra_owners: tuple[str, ...]) ->
     for place in context.places():
         matcher.matching(place)
     for index, rule in enumerate(rules):
-        if not rule.optional and index in matcher.matched and rule.is_specific:
+        if not (rule.optional or rule.accepted) and index in matcher.matched and rule.is_specific:
             _require_effect(context, index)
         if rule.optional or index in matcher.matched or (index in named and not rule.conditional):
             continue

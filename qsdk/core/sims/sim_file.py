@@ -109,7 +109,7 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
         config = manifest["config"]
         texts = {name: contents.pop(name).decode() for name in (_PLAN, _ENCODINGS)}
         state = SimState(
-            None if config is None else QuantConfig.from_dict(config, where=where),
+            None if config is None else QuantConfig.from_dict(config, where=where).of_saved_sim(),
             read_plan(json.loads(texts[_PLAN])),
             dict(qsdk_format.loads(texts[_ENCODINGS], f"{_ENCODINGS} in {where}").encodings),
         )

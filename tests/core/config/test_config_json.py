@@ -75,7 +75,7 @@ configs = st.builds(
 def test_the_strategies_draw_every_choice_and_condition():
     assert set(choices) == set(CHOICES)
     assert set(conditions) == set(CONDITIONS)
-    assert set(Rule.__dataclass_fields__) == {"pattern", "optional", *CHOICES, *CONDITIONS}
+    assert set(Rule.__dataclass_fields__) == {"pattern", "optional", "accepted", *CHOICES, *CONDITIONS}
 
 
 @pytest.mark.slow

@@ -47,20 +47,18 @@ def sim():
 @pytest.mark.slow
 def test_what_is_left_of_the_rules_decides_the_same(sim):
     rng, shorter = random.Random(0), 0
-    for _ in range(150):
+    for _ in range(400):
         rules = [
             make_rule(rng.choice(PATTERNS), rng.choice(CHOICES), optional=rng.random() < 0.1)
             for _ in range(rng.randint(2, 8))
         ]
         merged = reduce(with_rule, rules, ())
+        try:
+            whole = sim.planned(QuantConfig(rules=tuple(rules))).plan.decisions
+        except qsdk.ConfigError:  # a rule that reaches nothing: what is left of the rules may lack it
+            continue
         shorter += len(merged) < len(rules)
-        plans = []
-        for given in (tuple(rules), merged):
-            try:
-                plans.append(sim.planned(QuantConfig(rules=given)).plan.decisions)
-            except qsdk.ConfigError as error:
-                plans.append(str(error))
-        assert plans[0] == plans[1], rules
+        assert sim.planned(QuantConfig(rules=merged)).plan.decisions == whole, rules
     assert shorter > 20
 
 
