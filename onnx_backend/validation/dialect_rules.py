@@ -91,16 +91,17 @@ def _is_decompressed(layer: NodeProto, known: Readers) -> bool:
 
 def _wrong_on_the_htp(node: NodeProto, known: Readers) -> Iterator[Finding]:
     """Yield what the HTP (2.7) computes wrong for some operands: it moves codes between grids, and sums zero points."""
-    before = known.makers.get(node.input[0]) if node.input else None
-    if before is None or before.op_type != "DequantizeLinear":
-        return
-    if node.op_type == "CumSum" and _is_shifted(before, known) and pair_before(node, known) is not None:
-        axis = known.stored.get(node.input[1])
-        if axis is None or int(array(axis).reshape(())) != -1:
-            problem = "the runtime adds up zero points too, but for the last axis: a quarter of the grid off (measured)"
+    if node.op_type == "CumSum":
+        pair, axis = pair_before(node, known), known.stored.get(node.input[1])
+        is_last = axis is not None and int(array(axis).reshape(())) == -1
+        if pair is not None and _is_shifted(pair, known) and not is_last:
+            problem = "the runtime adds up zero points too, but for the last axis: a quarter of the grid off or more"
             remedy = 'sum along axis=-1, or give what it reads 16 bits, .override("its name", activation="uint16")'
-            yield error(node_label(node), "dialect", problem, remedy)
+            yield error(node_label(node), "dialect", f"{problem} (measured)", remedy)
     if node.op_type in BLOCK_MOVES:
+        before = known.makers.get(node.input[0])
+        if before is None or before.op_type != "DequantizeLinear":
+            return
         alike = [after for after in _quantizers(node, known) if known.dtype(after) == known.dtype(before)]
         if any(_grid(after, known) != _grid(before, known) for after in alike):
             problem = "the runtime moves codes, from one grid to another here: a third of the grid off (measured)"

@@ -1,7 +1,8 @@
 """AdaRound: round each weight down or up so that the layer's output error is smallest."""
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,22 +75,33 @@ def solve(
     count = ITERATIONS[method] if iterations is None else iterations
     if activation and problem.activation is not None:
         return _solve_behind_activation(on_torch(problem), count, damping, relaxed, shift_bias=shift_bias)
+    options: dict[str, Any] = {"method": method, "count": count, "starts": starts, "damping": damping}
+    return solve_in_slabs(problem, partial(_solve, **options, relaxed=relaxed, shift_bias=shift_bias))
 
-    def solver(part: LayerProblem) -> Solution:
-        if (left := keep_nearest(part)) is not None:
-            return left
-        grid, plain = _choices(part)
-        evidence = Evidence.of(part, shift_bias=shift_bias)
-        objective = Objective.of(evidence.judged, damping)
-        if method == "fast":
-            codes = _fast(objective, grid, count, starts)
-        else:
-            codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
-        rounded = (codes * grid.scale).mT
-        rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
-        return evidence.solution(part.encoding, rounded, plain)
 
-    return solve_in_slabs(problem, solver)
+def _solve(
+    problem: LayerProblem,
+    *,
+    method: Method,
+    count: int,
+    starts: int,
+    damping: float | None,
+    relaxed: relaxation.RelaxationOptions,
+    shift_bias: bool,
+) -> Solution:
+    """Solve a problem on torch by its second moments; `count` are sweeps or steps, for the rest see `solve`."""
+    if (left := keep_nearest(problem)) is not None:
+        return left
+    grid, plain = _choices(problem)
+    evidence = Evidence.of(problem, shift_bias=shift_bias)
+    objective = Objective.of(evidence.judged, damping)
+    if method == "fast":
+        codes = _fast(objective, grid, count, starts)
+    else:
+        codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
+    rounded = (codes * grid.scale).mT
+    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
+    return evidence.solution(problem.encoding, rounded, plain)
 
 
 def _choices(problem: LayerProblem) -> tuple[WeightGrid, Tensor]:
@@ -106,6 +118,7 @@ def _solve_behind_activation(
     *,
     shift_bias: bool,
 ) -> Solution:
+    """Solve a problem on torch by relaxation of the error behind its activation function, on samples."""
     if (left := keep_nearest(problem)) is not None:
         return left
     grid, plain = _choices(problem)

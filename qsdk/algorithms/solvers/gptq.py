@@ -68,7 +68,6 @@ def solve(
     section 3.4.
     """
     _require_options(problem, block_size, damping, scales, sweeps)
-
     factors = FACTORS if scales == "search" else (1.0,)
     options: dict[str, Any] = {"act_order": act_order, "damping": damping, "shift_bias": shift_bias}
     solver = partial(_solve, tried=factors, block_size=block_size, sweeps=sweeps, **options)
@@ -109,10 +108,8 @@ def _descend(
 ) -> tuple[Tensor, Tensor]:
     """Return W~ of both grids after coordinate descent, [groups, rows, K], side by side where that is faster."""
     if 2 * objective.weight.numel() <= SIDE_BY_SIDE:
-        both = WeightGrid.concatenate(grids, 2)
-        one, other = (coordinate_descent(objective, both, torch.cat(list(codes), 2), sweeps) * both.scale).mT.chunk(
-            2, 1
-        )
+        both, start = WeightGrid.concatenate(grids, 2), torch.cat(list(codes), 2)
+        one, other = coordinate_descent(objective, both, start, sweeps).mul_(both.scale).mT.chunk(2, 1)
         return one, other
     one, other = (
         coordinate_descent(objective, grid, own, sweeps).mul_(grid.scale).mT

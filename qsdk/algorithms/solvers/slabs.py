@@ -61,6 +61,7 @@ def _axis_of_outputs(problem: LayerProblem) -> int | None:
 
 
 def _solve_each(problem: LayerProblem, slabs: list[slice], solver: Solver) -> Solution:
+    """Solve each slab, and join the solutions; relative errors are weighted by the energies of the slabs' outputs."""
     weight, shift = None, None
     scales: list[Any] = []
     errors, energies = np.zeros(2), 0.0

@@ -25,9 +25,8 @@ def rounded_weights(sim: Sim) -> list[str]:
 
 
 def _is_rounded(values: npt.NDArray[Any], encoding: Encoding) -> bool:
-    if (
-        encoding.axis == 0 and encoding.block_size is None and len(values)
-    ):  # one channel tells of most that they are not
+    if encoding.axis == 0 and encoding.block_size is None and len(values):
+        # most weights are not rounded, and one channel tells
         first = replace(encoding, scale=encoding.scale[:1], zero_point=encoding.zero_point[:1])
         if not np.array_equal(first.fake_quantize(values[:1]), values[:1]):
             return False
