@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, weights
 
 import qsdk
-from onnx_backend.profiling import onnxruntime_profile
+from onnx_backend.profiling import onnxruntime_profile, openvino_profile
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
 from qsdk.demo.data import load
@@ -198,6 +198,15 @@ def test_kernel_that_replaces_many_nodes_names_them_all():
     rows = {row["layer"]: row["nodes"] for row in profiled(spelled_out(), runtime="openvino").rows}
     assert rows["product"] == "product, bias, relu"
     assert sorted(", ".join(rows.values()).split(", ")) == sorted(item.name for item in spelled_out().graph.node)
+
+
+def test_kernels_that_openvino_calls_not_run_are_listed(monkeypatch):
+    # what takes less than half a microsecond has no time there, and its nodes must not go to another kernel
+    monkeypatch.setattr(openvino_profile, "_average_times", lambda runner: {})
+    rows = profiled(spelled_out(), runtime="openvino").rows
+    assert {row["layer"]: row["nodes"] for row in rows}["product"] == "product, bias, relu"
+    assert len(rows) > 1
+    assert all(row["ms"] == 0 for row in rows)
 
 
 def test_body_of_a_branch_counts_once(demo: Demo):
