@@ -32,6 +32,7 @@ from onnx_backend.runtime.session_input import session_of
 
 CONFIGS = {
     "w8a8": qsdk.w8a8(),
+    "w8a16": qsdk.w8a16(),
     "w4a16": qsdk.w4a16(),
     "w4a8": qsdk.w4a8(),
     "weight_only": qsdk.weight_only("int4", block_size=16),

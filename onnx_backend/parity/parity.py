@@ -195,7 +195,7 @@ def _compare_taught(
     for cut in teacher.cuts:
         if cut.site in forced.codes:
             known = forced.computed if cut.computed else encodings
-            compare = _compare if teacher.on.runtime is None else _compare_values
+            compare = _compare if teacher.on.runtime is None else compare_values
             compare(cut, forced.codes[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
 
     def judge(noisy: Mapping[str, Sequence[Array]]) -> dict[str, Verdict]:
@@ -262,7 +262,7 @@ def _compare(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Enco
         tally.add(in_units(steps, captured, encodings[cut.site], cut.tensor_type))
 
 
-def _compare_values(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Encoding], tally: Tally) -> None:
+def compare_values(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Encoding], tally: Tally) -> None:
     """Compare what the readers of a site read, in steps of its scale; a removed rounding is a part of a step."""
     if got.shape != captured.shape:
         tally.fail(f"the model gives the shape {got.shape}, the simulation {captured.shape}")
@@ -271,8 +271,8 @@ def _compare_values(cut: Cut, got: Array, captured: Array, encodings: Mapping[st
         step = affine.align(known.scale, captured.shape, known.axis, known.block_size)
         steps = np.abs(got.astype(np.float64) - captured.astype(np.float64)) / step
         if cut.tensor_type in FLOATS:  # either side rounds what it dequantizes to that type
-            whole = np.rint(steps)
+            whole, larger = np.rint(steps), np.fmax(np.abs(got), np.abs(captured))
             with np.errstate(invalid="ignore"):
-                steps = np.where(np.abs(steps - whole) * step <= last_place(captured, cut.tensor_type), whole, steps)
+                steps = np.where(np.abs(steps - whole) * step <= last_place(larger, cut.tensor_type), whole, steps)
         exact = np.round(np.where(np.isnan(steps), np.inf, steps), _DIGITS)
         tally.add(in_units(exact, captured, known, cut.tensor_type))

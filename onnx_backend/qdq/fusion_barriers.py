@@ -36,7 +36,7 @@ _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
-_MOVES = VIEWS | {"Sum"}
+_MOVES = VIEWS | {"Sum", "Cast"}  # a cast stands behind the pair of a float16 tensor whose scale is too small for it
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
 

@@ -1,10 +1,11 @@
-"""Casts around the ops that ONNX Runtime's CPU provider has no kernel for in bfloat16 or float64.
+"""Casts around the ops that ONNX Runtime's CPU provider has no kernel for in bfloat16, float64 or float16.
 
 Such an op reads and computes float32, and its results are cast back, so that every tensor between two ops has the
-values and the dtype that the model declares. The runtime neither removes such a pair of Casts nor moves it.
+values and the dtype that the model declares. The runtime neither removes such a pair of Casts nor moves it. In float16
+it would insert casts by itself, without those that round between two such ops: only simulations need ours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -19,9 +20,17 @@ from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
 
 _CAST, _ATTRIBUTES = "kernel_cast", "kernel_attributes"
 _ONE_ROUNDING = "one_rounding"  # metadata of a node whose result the module does not round on its own
-_CODES: Mapping[str, int] = {"bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}
+_CODES: Mapping[str, int] = {
+    "bfloat16": TensorProto.BFLOAT16,
+    "float64": TensorProto.DOUBLE,
+    "float16": TensorProto.FLOAT16,
+}
 _NAMES: Mapping[int, str] = {code: name for name, code in _CODES.items()}
 _STANDARD = ("", "ai.onnx")
+#: dtypes that a file needs the casts for
+LACKING = frozenset({"bfloat16", "float64"})
+#: dtypes that a simulation needs them for
+ROUNDED = frozenset(_CODES)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -32,10 +41,12 @@ _MOVING = _words(
     "Cast CastLike Concat ConstantOfShape Flatten Gather GatherElements GatherND Identity Reshape ScatterElements "
     "ScatterND Shape Slice Split Squeeze Transpose Unsqueeze"
 )
-#: dtype -> ops whose CPU kernels take it wherever their schema does (measured, onnxruntime 1.32);
+#: dtype -> ops whose CPU kernels take it wherever their schema does (measured, onnxruntime 1.32; of float16 only some);
 #: `tests/onnx_backend/qdq/test_kernel_casts.py` derives the table again on the installed runtime
 KERNELS: Mapping[str, frozenset[str]] = {
     "bfloat16": _MOVING | _words("IsInf Sign"),
+    # those that move or choose values, and Q/DQ; all others round once, as float32 kernels between casts do
+    "float16": _MOVING | _words("Clip Compress DequantizeLinear Dropout Expand Max Min QuantizeLinear Sign"),
     "float64": _MOVING
     | _words(
         "Abs Add ArgMax ArgMin Attention BatchNormalization Ceil Clip Compress Cos CumSum DepthToSpace Div Dropout "
@@ -83,19 +94,20 @@ class _Scope:
         return "" if owner is None else owner.types[name]
 
 
-def insert_kernel_casts(model: ModelProto) -> None:
+def insert_kernel_casts(model: ModelProto, dtypes: Collection[str] = LACKING) -> None:
     """Surround each op that has no kernel for the dtype of its tensors by Casts, in place; bodies too.
 
     A tensor has one Cast, which all its readers share, also those in bodies.
 
     Args:
         model: standard ONNX, without marks. Ops of other domains stay as they are.
+        dtypes: those of the tensors that count, of `ROUNDED`.
 
     Raises:
         ModelError: its types contradict each other.
     """
-    if has_other_floats(model):
-        _Inserter(model).rewrite(model.graph, inferred_skeleton(model).graph, None)
+    if has_other_floats(model, dtypes):
+        _Inserter(model, dtypes).rewrite(model.graph, inferred_skeleton(model).graph, None)
 
 
 def note_single_roundings(model: ModelProto) -> None:
@@ -104,7 +116,7 @@ def note_single_roundings(model: ModelProto) -> None:
     Every op of the module ends in a mark. What it is exported as in several nodes, a Linear as MatMul and Add, it
     computes in float32 and rounds once; so does the file, where `insert_kernel_casts` casts these nodes.
     """
-    if not has_other_floats(model):
+    if not has_other_floats(model, ROUNDED):
         return
     marked = {name for node in model.graph.node if is_mark(node) for name in node.input}
     rounded = marked | {value.name for value in model.graph.output}
@@ -113,34 +125,41 @@ def note_single_roundings(model: ModelProto) -> None:
             set_metadata(node, **{_ONE_ROUNDING: "1"})
 
 
-def has_other_floats(model: ModelProto) -> bool:
-    """Return True if a bfloat16 or float64 tensor is declared, stored or made anywhere in a model."""
-    return _declares(model.graph) or any(_makes(node) for node in all_nodes(model.graph.node))
+def has_other_floats(model: ModelProto, dtypes: Collection[str] = LACKING) -> bool:
+    """Return True if a bfloat16 or float64 tensor is declared, stored or made anywhere in a model.
+
+    Args:
+        model: any.
+        dtypes: to look for in place of these two.
+    """
+    codes = {_CODES[dtype] for dtype in dtypes}
+    return _declares(model.graph, codes) or any(_makes(node, codes) for node in all_nodes(model.graph.node))
 
 
-def _declares(graph: GraphProto) -> bool:
+def _declares(graph: GraphProto, codes: Collection[int]) -> bool:
     values = (*graph.input, *graph.output, *graph.value_info)
-    declared = any(value.type.tensor_type.elem_type in _NAMES for value in values)
-    return declared or any(tensor.data_type in _NAMES for tensor in graph.initializer)
+    declared = any(value.type.tensor_type.elem_type in codes for value in values)
+    return declared or any(tensor.data_type in codes for tensor in graph.initializer)
 
 
-def _makes(node: NodeProto) -> bool:
+def _makes(node: NodeProto, codes: Collection[int]) -> bool:
     """Return True if an attribute of a node, or the body that it carries, names one of the dtypes."""
-    named = any(_dtype_of(attribute) for attribute in node.attribute)
-    return named or any(_declares(body) for _, body in bodies(node))
+    named = any(_code_of(attribute) in codes for attribute in node.attribute)
+    return named or any(_declares(body, codes) for _, body in bodies(node))
 
 
-def _dtype_of(attribute: AttributeProto) -> str:
-    """Return which of the dtypes an attribute names or holds, or ""."""
+def _code_of(attribute: AttributeProto) -> int:
+    """Return the number of the dtype that an attribute names or holds, or 0."""
     if attribute.type == AttributeProto.TENSOR:
-        return _NAMES.get(attribute.t.data_type, "")
-    return _NAMES.get(attribute.i, "") if attribute.name in _DTYPE_ATTRIBUTES else ""
+        return attribute.t.data_type
+    return attribute.i if attribute.name in _DTYPE_ATTRIBUTES else 0
 
 
 class _Inserter:
     """What all graphs of a model share while Casts are inserted: its opset and the names in use."""
 
-    def __init__(self, model: ModelProto) -> None:
+    def __init__(self, model: ModelProto, dtypes: Collection[str]) -> None:
+        self._codes = {dtype: _CODES[dtype] for dtype in dtypes}
         self._opset = min(opset_of(model), onnx.defs.onnx_opset_version())
         self._taken = names_in(model.graph)
         self._readers = consumers(model.graph.node)
@@ -167,17 +186,23 @@ class _Inserter:
         if node.domain not in _STANDARD or node.op_type in _ANY_DTYPE:
             return True
         reads, writes = ([scope.dtype(name) for name in names] for names in (node.input, node.output))
-        needed = {*reads, *writes, *map(_dtype_of, node.attribute)} & _CODES.keys()
+        needed = {*reads, *writes, *map(self._dtype_of, node.attribute)} & self._codes.keys()
         if any(node.op_type not in KERNELS[dtype] for dtype in needed):
             return False
         known = [(at, dtype) for at, dtype in enumerate(reads) if dtype in needed]
         return all(takes_dtype(node.op_type, at, dtype, self._opset) for at, dtype in known)
 
+    def _dtype_of(self, attribute: AttributeProto) -> str:
+        """Return which of the dtypes an attribute names or holds, or ""."""
+        name = _NAMES.get(_code_of(attribute), "")
+        return name if name in self._codes else ""
+
     def _surround(self, node: NodeProto, scope: _Scope) -> None:
         for at, name in enumerate(node.input):
-            if scope.dtype(name) in _CODES:
+            if scope.dtype(name) in self._codes:
                 node.input[at] = self._in_float32(name, scope)
-        changed = {attribute.name: _dtype_of(attribute) for attribute in node.attribute if _dtype_of(attribute)}
+        found = {attribute.name: self._dtype_of(attribute) for attribute in node.attribute}
+        changed = {name: dtype for name, dtype in found.items() if dtype}
         if changed:
             set_metadata(node, **{_ATTRIBUTES: ",".join(f"{name}={dtype}" for name, dtype in changed.items())})
             _set_dtypes(node, dict.fromkeys(changed, TensorProto.FLOAT))
@@ -186,14 +211,14 @@ class _Inserter:
             if name and self._stays_float32(node, name, scope):
                 scope.types[name] = "float32"
                 self._widened.add(name)
-            elif name and scope.types[name] in _CODES:
+            elif name and scope.types[name] in self._codes:
                 node.output[at] = unique(f"{name}/float32", self._taken)
-                scope.nodes.append(self._cast(node.output[at], name, _CODES[scope.types[name]]))
+                scope.nodes.append(self._cast(node.output[at], name, self._codes[scope.types[name]]))
 
     def _stays_float32(self, node: NodeProto, name: str, scope: _Scope) -> bool:
         """Return True if a result is rounded only behind its readers, which all compute in float32."""
         dtype = scope.types[name]
-        if dtype not in _CODES or scope.outer is not None or f"qsdk.{_ONE_ROUNDING}" not in metadata(node):
+        if dtype not in self._codes or scope.outer is not None or f"qsdk.{_ONE_ROUNDING}" not in metadata(node):
             return False
         readers = self._readers.get(name, [])
         lacking = all(

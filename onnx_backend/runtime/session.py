@@ -71,7 +71,9 @@ def simulation_session(
     # planning the reuse of memory takes the runtime time quadratic in the nodes
     options.enable_mem_reuse = len(prepared.graph.node) < _MANY_NODES
     try:
-        return session_of(prepared, options, disabled=_DISABLED_OPTIMIZERS, providers=providers)
+        return session_of(
+            prepared, options, disabled=_DISABLED_OPTIMIZERS, providers=providers, rounds_float16=providers == CPU_ONLY
+        )
     except QsdkError:
         raise
     except Exception as error:  # the runtime's own exception types are private

@@ -1,6 +1,7 @@
 """Hand a model of any size to ONNX Runtime: weights that lie in files are mapped from there, not copied."""
 
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import onnxruntime as ort
@@ -8,7 +9,7 @@ from onnx import ModelProto, TensorProto
 
 from onnx_backend.proto.external_data import reference
 from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
-from onnx_backend.qdq.kernel_casts import has_other_floats, insert_kernel_casts
+from onnx_backend.qdq.kernel_casts import LACKING, ROUNDED, has_other_floats, insert_kernel_casts
 from onnx_backend.runtime.bfloat16_edges import cast_bfloat16_edges
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 
@@ -22,6 +23,7 @@ def session_of(
     disabled: tuple[str, ...] = (),
     most: int = SINGLE,
     providers: Providers = CPU_ONLY,
+    rounds_float16: bool = False,
 ) -> ort.InferenceSession:
     """Open a session; exceptions of the runtime are passed on.
 
@@ -35,6 +37,7 @@ def session_of(
         disabled: the optimizers that are not to run.
         most: bytes that are handed over at once; of a larger model, large weights go by way of a temporary file.
         providers: to run on; the runtime never retries on others, which would run the disabled optimizers.
+        rounds_float16: round the result of every op in float16, which the runtime does on the CPU only between some.
 
     Raises:
         FileFormatError: a file that holds weights has changed since the model was opened, or was never opened.
@@ -42,11 +45,12 @@ def session_of(
     """
     for key, value in providers.session_entries().items():
         options.add_session_config_entry(key, value)
+    dtypes = ROUNDED if rounds_float16 else LACKING
     if model.ByteSize() <= most:
-        return _session(_with_kernels(model), options, disabled, providers)
+        return _session(_with_kernels(model, dtypes), options, disabled, providers)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
         spooled = spool_large_tensors(model, {}, Path(folder) / "weights")
-        return _session(_with_kernels(spooled), options, disabled, providers)
+        return _session(_with_kernels(spooled, dtypes), options, disabled, providers)
 
 
 def _session(
@@ -65,14 +69,14 @@ def _session(
     )
 
 
-def _with_kernels(model: ModelProto) -> ModelProto:
+def _with_kernels(model: ModelProto, dtypes: Collection[str]) -> ModelProto:
     """Return the model, or a changed copy, with a kernel for each of its ops, and without bfloat16 at its edges."""
-    if not has_other_floats(model):
+    if not has_other_floats(model, dtypes):
         return model
     found = ModelProto()
     found.CopyFrom(model)
     cast_bfloat16_edges(found)
-    insert_kernel_casts(found)
+    insert_kernel_casts(found, dtypes)
     return found
 
 

@@ -4,8 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from onnx_backend.parity.cuts import Cut
 from onnx_backend.parity.float_outputs import verdict
-from onnx_backend.parity.tally import in_units, lsb
+from onnx_backend.parity.parity import compare_values
+from onnx_backend.parity.tally import Tally, in_units, lsb
 from qsdk.core.numerics.dtypes import int16, uint8
 from qsdk.core.numerics.encoding import Encoding
 
@@ -31,6 +33,17 @@ def test_a_unit_of_bfloat16_that_is_wider_than_the_grid_counts_as_one():
     steps = np.array([128, 129, 64, 256])
     assert (in_units(steps, values, fine, "bfloat16") <= 1).tolist() == [True, False, True, False]
     assert in_units(steps, values, fine, "float32").tolist() == steps.tolist()
+
+
+def test_values_of_neighbouring_codes_on_both_sides_of_a_power_of_two_are_one_step_apart():
+    """What a runtime gives is rounded to float16 in its own binade, which may be the coarser one."""
+    encoding, codes = Encoding(uint8, np.float32(0.016373387), 0), np.array([61, 62], np.uint8)
+    below, above = np.float16(encoding.dequantize(codes))
+    apart = (float(above) - float(below)) / encoding.scale  # in steps
+    assert below < 1 < above and abs(apart - 1) * encoding.scale > 2**-11  # a unit of the smaller one
+    tally, cut = Tally("activation"), Cut("s", "activation", "q", "y", "uint8", tensor_type="float16")
+    compare_values(cut, np.array([above]), np.array([below]), {"s": encoding}, tally)
+    assert tally.largest == 1
 
 
 def test_an_output_may_be_off_by_the_last_rounding_of_its_own_type_only():

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model, mlp, optimized, prepared, run, weights
 
@@ -107,6 +107,23 @@ def test_activations_of_sixteen_bits_are_not_rounded_to_eight_at_the_default_lev
     assert np.abs(got - expected).max() <= 1.01 * encodings["second:output"].scale.max()
     assert "MatMulNBits" not in optimized(model, tmp_path)
     assert qsdk.quantize(model).encodings == encodings
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_nor_are_they_behind_the_cast_of_a_narrow_float_type(dtype: str, tmp_path):
+    """A scale below 2^-14 is float32 in the file: casts stand between the pairs and the layer, and would be merged."""
+    rng, code = np.random.default_rng(3), TensorProto.DataType.Value(dtype.upper())
+    kind = helper.tensor_dtype_to_np_dtype(code)
+    stored = [numpy_helper.from_array((rng.normal(size=(64, 64)) / 64).astype(kind), name) for name in ("w1", "w2")]
+    nodes = [node("MatMul", ["x", "w1"], ["h"], "first"), node("MatMul", ["h", "w2"], ["y"], "second")]
+    ends = [helper.make_tensor_value_info(name, code, ["n", 64]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    sim = qsdk.quantize(model, None, w8a16())
+    x = rng.uniform(-1, 1, (16, 64)).astype(np.float32)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert "MatMulNBits" not in optimized(onnx.load(tmp_path / "model.onnx"), tmp_path)
 
 
 def test_four_bit_blocks_have_no_zero_points():

@@ -71,6 +71,20 @@ def test_a_model_of_any_float_dtype_runs(dtype: str, open_session):
     assert {given.type for given in session.get_inputs()} == {f"tensor({names.get(dtype, dtype)})"}
 
 
+@pytest.mark.parametrize("open_session", [simulation_session, ort.InferenceSession])
+def test_only_a_simulation_rounds_every_result_in_float16(open_session):
+    """`x * c + y * s`, as in a rotary embedding: where the sum cancels, the roundings of both products remain."""
+    x, y, c, s = RNG.normal(size=(4, 64, 64)).astype(np.float16)
+    nodes = [node("Mul", ["x", "c"], ["a"]), node("Mul", ["y", "s"], ["b"]), node("Add", ["a", "b"], ["z"])]
+    inputs = [value(name, TensorProto.FLOAT16, [64, 64]) for name in "xycs"]
+    graph = helper.make_graph(nodes, "g", inputs, [value("z", TensorProto.FLOAT16, None)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    simulates = open_session is simulation_session
+    session = open_session(model) if simulates else open_session(model.SerializeToString())
+    (got,) = session.run(None, {"x": x, "y": y, "c": c, "s": s})
+    assert np.array_equal(got, x * c + y * s) == simulates
+
+
 def test_a_bfloat16_model_that_is_too_large_for_one_message_runs_from_a_file():
     model = layer("bfloat16")
     small = session_of(model, ort.SessionOptions()).run(None, {"x": X, "other": OTHER})
