@@ -4,14 +4,14 @@ A Sum of one operand changes no value, and the runtime neither fuses nor moves i
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
 2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Eight more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
-beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits is wrong
-wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a MatMulNBits
-replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
-weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
-copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
-which is then quantized; and its QLinearAdd and QLinearMul end the process where they broadcast an empty tensor
-(onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes of an int32 bias as if their scale
-were that of the input times that of the weight.
+beyond int32 (in float16, beyond float16) times the product of the scales is saturated from the basic level on; a
+MatMulNBits of 2 bits is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from
+onnxruntime 1.32 on, a MatMulNBits replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8
+bits; a Relu behind a layer whose weight alone is quantized would join a FusedGemm, which dequantizes that weight in
+every run; and the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in
+front is an output of the model, which is then quantized; and its QLinearAdd and QLinearMul end the process where they
+broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes of an int32
+bias as if their scale were that of the input times that of the weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +39,9 @@ _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
 _MOVES = VIEWS | {"Sum", "Cast"}  # a cast stands behind the pair of a float16 tensor whose scale is too small for it
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
+#: float type of a bias -> where its integers, the bias over the product of both scales, overflow: the runtime divides
+#: and rounds in the bias' own type before it casts to int32
+_LARGEST_BIAS = {"float32": 2.0**31, "float16": 65504.0}
 
 
 def insert_barriers(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
@@ -185,7 +188,7 @@ class _BarrierInserter:
         return len(self.stored[maker.input[0]].dims) > 2 and len(self.stored[maker.input[1]].dims) > 0
 
     def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
-        """Return True if a float bias lies outside the int32 grid of the runtime's WeightBiasQuantization."""
+        """Return True if a float bias is too large for the integers of the runtime's WeightBiasQuantization."""
         weight = self.makers.get(layer.input[1]) if layer.op_type in _BIASED and len(layer.input) > 2 else None
         if weight is None or weight.op_type != "DequantizeLinear" or layer.input[0] != source.output[0]:
             return False
@@ -193,10 +196,11 @@ class _BarrierInserter:
         if any(name not in self.stored for name in names):
             return False
         bias, *scales = (self._value(name) for name in names)
-        if bias.dtype != np.float32 or any(scale.ndim > 1 for scale in scales):
+        if bias.dtype.name not in _LARGEST_BIAS or any(scale.ndim > 1 for scale in scales):
             return False
-        product = np.multiply(*scales).astype(np.float64)  # of a grouped ConvTranspose: of each group's channels
-        return bool((np.abs(bias) >= 2.0**31 * np.resize(product, bias.shape)).any())
+        # of a grouped ConvTranspose: of each group's channels
+        product = np.multiply(*(scale.astype(np.float64) for scale in scales))
+        return bool((np.abs(bias) >= _LARGEST_BIAS[bias.dtype.name] * np.resize(product, bias.shape)).any())
 
     def _value(self, name: str) -> npt.NDArray[Any]:
         return self.large[name].value() if name in self.large else array(self.stored[name])

@@ -445,3 +445,28 @@ def test_weight_only_int4_of_a_bfloat16_module_never_holds_the_model_in_float32(
     script = Path(__file__).parents[2] / "benchmarks" / "half_precision.py"
     printed = subprocess.run([sys.executable, script, "24"], check=True, capture_output=True, text=True).stdout
     assert json.loads(printed)["memory"]["ratio"] <= 1.25
+
+
+class Turned(nn.Module):
+    """A Linear and a call of its function that read transposed images, as in the head of SegFormer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(x.flatten(2).transpose(1, 2))
+        return F.linear(x.transpose(1, 2), self.weight, self.project.bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: str(dtype)[6:])
+def test_a_linear_layer_rounds_once_whatever_the_layout_of_what_it_reads(dtype: torch.dtype, tmp_path: Path):
+    """Torch rounds twice where the input is not contiguous, and the file once; sums that cancel show it."""
+    torch.manual_seed(0)
+    model = Turned().eval().to(dtype)
+    batches = [torch.randn(4, 8, 2, 4).to(dtype) for _ in range(4)]
+    sim = qsdk.quantize(model, batches[0], qsdk.w8a16())
+    qsdk.calibrate(sim, batches, progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    report = qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False)
+    assert report.summary["passed"], report

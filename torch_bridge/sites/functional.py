@@ -1,8 +1,9 @@
-"""Which torch functions have a site, and the name of an op in its site."""
+"""Which torch functions have a site, the name of an op in its site, and calls that a sim makes in another form."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Conversions compute values only where they turn integers into floats; on floats they are no op of the model.
@@ -71,3 +72,22 @@ def repeats_requires_grad(func: Callable[..., Any], args: tuple[Any, ...]) -> bo
     if getattr(func, "__name__", "") != "__set__":
         return False
     return getattr(func.__self__, "__name__", "") == "requires_grad" and args[0].requires_grad and bool(args[1])  # type: ignore[attr-defined]
+
+
+def with_one_rounding(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `F.linear` or a Linear, its input contiguous: so torch rounds the result once.
+
+    For an input in float16 or bfloat16 of 3 dimensions or more that is not contiguous, torch multiplies first, rounds,
+    and adds the bias with a second rounding. The exported op rounds once, whatever the layout.
+    """
+    given = dict(kwargs or {})
+    if args:
+        return (_contiguous(args[0]), *args[1:]), given
+    return args, given | {name: _contiguous(x) for name, x in given.items() if name == "input"}
+
+
+def _contiguous(x: Any) -> Any:
+    narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.contiguous() if narrow and x.dim() > 2 else x

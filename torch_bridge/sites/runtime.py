@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,7 +24,7 @@ from torch_bridge.sites.checkpointing import (
     saved_tensors_hook,
 )
 from torch_bridge.sites.export_forms import export_form
-from torch_bridge.sites.functional import computes_floats, op_name, repeats_requires_grad
+from torch_bridge.sites.functional import computes_floats, op_name, repeats_requires_grad, with_one_rounding
 from torch_bridge.sites.fused_relu import relu_ceiling_of_call
 from torch_bridge.sites.islands import run_narrow
 from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only, op_of_site
@@ -316,6 +317,8 @@ class SiteMode(TorchFunctionMode):
             func = torch.unflatten  # the same op; torch.compile does not trace the method's super() under a mode
         if getattr(func, "__name__", "") == "tag_activation_checkpoint":  # torch.compile calls what is checkpointed
             return func(functools.partial(self._run_inside, args[0]), *args[1:], **(kwargs or {}))
+        if func is F.linear and frame is not None and self.runtime.phase in ("quantize", "visit"):
+            args, kwargs = with_one_rounding(args, kwargs)
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
             loss_inputs, own_path = self.runtime.loss_inputs, self.runtime.takes_own_path
             parts = decomposition_of(func, self.runtime.read_packed, self.runtime.run_as_one_op)

@@ -20,6 +20,7 @@ from torch_bridge.folding.computed_weights import fold_computed_in_checkpoint
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, read_norm_from_checkpoint
 from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, keeping_float32, prepare_buffers
 from torch_bridge.sites.checkpointing import is_recording_gradients
+from torch_bridge.sites.functional import with_one_rounding
 from torch_bridge.sites.fused_relu import relu_ceiling
 from torch_bridge.sites.islands import run_batch_norm
 from torch_bridge.sites.loss_inputs import LossInputs, own_tensors
@@ -128,6 +129,8 @@ class _QuantizedModule(nn.Module):
             inner = functools.partial(run_cell, self)
         elif runtime.islands and isinstance(self, nn.modules.batchnorm._BatchNorm):
             inner = functools.partial(run_batch_norm, self, inner)
+        elif isinstance(self, nn.Linear) and runtime.phase in ("quantize", "visit"):
+            args, kwargs = with_one_rounding(args, kwargs)
         if state.path == "" and runtime.frame is None and runtime.writes_inputs:  # the caller's inputs stay unchanged
             args, kwargs = map_leaves((args, kwargs), _clone_tensor)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":

@@ -1,4 +1,4 @@
-"""One op at a time in bfloat16, float64 or float16: whether the installed runtime loads it, and runs it as in float32."""
+"""One op at a time in bfloat16, float64 or float16: whether the installed runtime runs it as in float32."""
 
 from dataclasses import dataclass, field
 from typing import Any

