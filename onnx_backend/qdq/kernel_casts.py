@@ -169,6 +169,8 @@ class _Inserter:
     def rewrite(self, graph: GraphProto, inferred: GraphProto, outer: _Scope | None) -> None:
         """Rewrite the nodes of a graph; `inferred` is the same graph with the types of its tensors."""
         scope = _Scope(_types_in(graph, inferred), outer)
+        for node in graph.node:  # what inference leaves open, as it does behind GroupNormalization
+            scope.types |= {name: _dtype_by_schema(node, name, scope, self._opset) for name in node.output if name}
         for node, typed in zip(graph.node, inferred.node, strict=True):
             for (_, body), (_, typed_body) in zip(bodies(node), bodies(typed), strict=True):
                 self.rewrite(body, typed_body, scope)
@@ -249,6 +251,27 @@ def _types_in(graph: GraphProto, inferred: GraphProto) -> dict[str, str]:
             types[value.name] = dtype_name(value.type.tensor_type.elem_type) if value.type.tensor_type.elem_type else ""
     types.update((tensor.name, dtype_name(tensor.data_type)) for tensor in graph.initializer)
     return types
+
+
+def _dtype_by_schema(node: NodeProto, name: str, scope: _Scope, opset: int) -> str:
+    """Return the dtype of a node's result; where it is unknown, that of an operand which by the schema has the same."""
+    if scope.types[name] or node.domain not in _STANDARD:
+        return scope.types[name]
+    at = list(node.output).index(name)
+    return next((scope.dtype(node.input[of]) for of in _operands_alike(node.op_type, at, opset, len(node.input))), "")
+
+
+@cache
+def _operands_alike(op: str, at: int, opset: int, count: int) -> tuple[int, ...]:
+    """Return which of its first operands have the dtype of an op's result, by its schema."""
+    try:
+        schema = onnx.defs.get_schema(op, opset)
+    except onnx.defs.SchemaError:
+        return ()
+    if at >= len(schema.outputs):
+        return ()
+    wanted = schema.outputs[at].type_str
+    return tuple(of for of, operand in enumerate(schema.inputs[:count]) if operand.type_str == wanted)
 
 
 @cache

@@ -470,3 +470,20 @@ def test_a_linear_layer_rounds_once_whatever_the_layout_of_what_it_reads(dtype: 
     qsdk.export(sim, tmp_path / "model.onnx")
     report = qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False)
     assert report.summary["passed"], report
+
+
+class Gated(nn.Module):
+    """A gate with a number that no narrow dtype holds, as in QuickGELU: the sigmoid magnifies its rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: str(dtype)[6:])
+def test_the_sim_computes_with_the_numbers_that_its_file_holds(dtype: torch.dtype, tmp_path: Path):
+    batches = [torch.linspace(-12, 12, 4096).reshape(4, 1024).to(dtype)]
+    sim = qsdk.quantize(Gated(), batches[0], qsdk.w8a16())
+    qsdk.calibrate(sim, batches, progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    report = qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False)
+    assert report.summary["passed"], report

@@ -91,3 +91,25 @@ def with_one_rounding(
 def _contiguous(x: Any) -> Any:
     narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
     return x.contiguous() if narrow and x.dim() > 2 else x
+
+
+#: ops whose scalar operand the exported file holds in the dtype of the tensor
+_WITH_SCALARS = frozenset({"add", "sub", "rsub", "mul", "div", "truediv"})
+
+
+def with_narrow_scalars(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of arithmetic on a float16 or bfloat16 tensor and a number, the number in that dtype.
+
+    Torch computes with the number in float32 and rounds the result; the exported op has a constant of the tensor's
+    dtype. Where an op follows that magnifies the difference, as in `x * sigmoid(1.702 * x)`, it shows.
+    """
+    if name not in _WITH_SCALARS or not any(type(value) is float for value in args[:2]):
+        return args
+    dtype = next((x.dtype for x in args[:2] if isinstance(x, Tensor)), None)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return args
+    return (*(_rounded(x, dtype) if type(x) is float else x for x in args[:2]), *args[2:])
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()

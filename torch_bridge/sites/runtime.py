@@ -24,7 +24,13 @@ from torch_bridge.sites.checkpointing import (
     saved_tensors_hook,
 )
 from torch_bridge.sites.export_forms import export_form
-from torch_bridge.sites.functional import computes_floats, op_name, repeats_requires_grad, with_one_rounding
+from torch_bridge.sites.functional import (
+    computes_floats,
+    op_name,
+    repeats_requires_grad,
+    with_narrow_scalars,
+    with_one_rounding,
+)
 from torch_bridge.sites.fused_relu import relu_ceiling_of_call
 from torch_bridge.sites.islands import run_narrow
 from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only, op_of_site
@@ -328,6 +334,8 @@ class SiteMode(TorchFunctionMode):
                 with self:
                     return parts(*args, **(kwargs or {}))
             name = op_name(func)
+            if name and self.runtime.phase != "mark":
+                args = with_narrow_scalars(name, args)
             ceiling = relu_ceiling_of_call(name, args, kwargs) if name else None
             if name and ceiling is not None and self.runtime.phase == "quantize":
                 return self._quantize_relu(

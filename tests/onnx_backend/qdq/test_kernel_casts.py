@@ -175,6 +175,18 @@ def test_taken_out_again_the_casts_leave_the_model_as_it_was(dtype: str, build):
     assert model.SerializeToString(deterministic=True) == before
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_result_whose_type_inference_leaves_open_is_cast_back_too(dtype: str):
+    """Inference knows no type behind GroupNormalization; a quantizer there would read two types."""
+    nodes = [node("GroupNormalization", ["x", "g", "g"], ["n"], num_groups=2), node("Flatten", ["n"], ["y"])]
+    model = model_of(nodes, dtype, {"y": [2, 64]}, stored_for(dtype))
+    insert_kernel_casts(model, ROUNDED)
+    onnx.checker.check_model(model, full_check=True)
+    (flat,) = (item for item in model.graph.node if item.op_type == "Flatten")
+    (back,) = (item for item in model.graph.node if flat.input[0] in item.output)
+    assert (back.op_type, back.attribute[0].i) == ("Cast", CODES[dtype])
+
+
 def test_readers_share_one_cast_which_stands_just_before_the_first():
     model = branches("bfloat16")
     insert_kernel_casts(model)
