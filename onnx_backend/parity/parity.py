@@ -17,7 +17,7 @@ from onnx_backend.passes.decided_sizes import constant_sites
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.islands.narrow import widened
-from onnx_backend.qdq.read import qdq_pairs
+from onnx_backend.qdq.read import FLOAT32, qdq_pairs
 from qsdk.core.errors import DataError
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
@@ -270,9 +270,10 @@ def compare_values(cut: Cut, got: Array, captured: Array, encodings: Mapping[str
         known = encodings[cut.site]
         step = affine.align(known.scale, captured.shape, known.axis, known.block_size)
         steps = np.abs(got.astype(np.float64) - captured.astype(np.float64)) / step
-        if cut.tensor_type in FLOATS:  # either side rounds what it dequantizes to that type
-            whole, larger = np.rint(steps), np.fmax(np.abs(got), np.abs(captured))
-            with np.errstate(invalid="ignore"):
-                steps = np.where(np.abs(steps - whole) * step <= last_place(larger, cut.tensor_type), whole, steps)
+        # either side rounds what it dequantizes to its float type
+        whole, larger = np.rint(steps), np.fmax(np.abs(got), np.abs(captured))
+        rounded_in = cut.tensor_type if cut.tensor_type in FLOATS else FLOAT32
+        with np.errstate(invalid="ignore"):
+            steps = np.where(np.abs(steps - whole) * step <= last_place(larger, rounded_in), whole, steps)
         exact = np.round(np.where(np.isnan(steps), np.inf, steps), _DIGITS)
         tally.add(in_units(exact, captured, known, cut.tensor_type))

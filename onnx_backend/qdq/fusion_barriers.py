@@ -218,4 +218,5 @@ class _BarrierInserter:
         entry = barrier.metadata_props.add()
         entry.key, entry.value = COPY_KEY, tensor
         rename_inputs(read_by, {tensor: barrier.output[0]})
+        self.makers[barrier.output[0]] = barrier
         return [barrier]

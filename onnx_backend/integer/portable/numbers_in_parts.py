@@ -126,10 +126,12 @@ class Arithmetic:
         return [*lower, _Column(parts[-1], lo >> last, hi >> last)]
 
     def _split(self, name: str, bits: int) -> tuple[str, str]:
-        """Write the low bits of an int32 tensor, and the rest of it divided by their unit, rounded down."""
+        """Write the low bits of an int32 tensor, and the rest of it divided by their unit, rounded down.
+
+        The rest is a difference: ONNX Runtime takes 4 times as long for a BitwiseAnd as for a Sub.
+        """
         low = self.b.node("BitwiseAnd", [name, self.int32((1 << bits) - 1)])
-        high = self.b.node("BitwiseAnd", [name, self.int32(-1 << bits)])
-        return low, self.b.node("Div", [high, self.int32(1 << bits)])
+        return low, self.b.node("Div", [self.b.node("Sub", [name, low]), self.int32(1 << bits)])
 
     def _op(self, op_type: str, left: _Column, right: _Column) -> _Column:
         """Write one operation on columns; constants are computed."""

@@ -8,7 +8,7 @@ from onnx_backend.parity.cuts import Cut
 from onnx_backend.parity.float_outputs import verdict
 from onnx_backend.parity.parity import compare_values
 from onnx_backend.parity.tally import Tally, in_units, lsb
-from qsdk.core.numerics.dtypes import int16, uint8
+from qsdk.core.numerics.dtypes import int16, uint8, uint16
 from qsdk.core.numerics.encoding import Encoding
 
 
@@ -45,6 +45,16 @@ def test_values_of_neighbouring_codes_on_both_sides_of_a_power_of_two_are_one_st
     tally, cut = Tally("activation"), Cut("s", "activation", "q", "y", "uint8", tensor_type="float16")
     compare_values(cut, np.array([above]), np.array([below]), {"s": encoding}, tally)
     assert tally.largest == 1
+
+
+def test_neighbouring_codes_of_16_bits_are_one_step_apart_although_float32_rounds_their_values():
+    encoding, codes = Encoding(uint16, np.float32(1.7e-5), 0), np.arange(65000, 65536, dtype=np.uint16)
+    values = encoding.dequantize(codes)
+    tally, cut = Tally("activation"), Cut("s", "activation", "q", "y", "uint16")
+    compare_values(cut, values[1:], values[:-1], {"s": encoding}, tally)
+    assert tally.largest == 1
+    compare_values(cut, values + np.float32(0.3 * 1.7e-5), values, {"s": encoding}, other := Tally("activation"))
+    assert 0.25 < other.largest < 0.35  # a rounding that the runtime has removed
 
 
 def test_an_output_may_be_off_by_the_last_rounding_of_its_own_type_only():
