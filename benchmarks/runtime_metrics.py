@@ -36,6 +36,11 @@ from integer_metrics import NETWORKS, Array, Case, Feed, Run
 
 #: weights of 7 bits cannot overflow the 16-bit sums of processors without VNNI
 CONFIGS = {"w8a8": qsdk.w8a8(), "w7a8": qsdk.w8a8().override("*", weight="int7")}
+#: silero's LSTM and what it reads, as OpenVINO wants them
+RECURRENT = {"weight": "float32", "bias": "float32", "activation": "uint16", "optional": True}
+CONFIGS["recurrent"] = qsdk.w8a8().override("*", op_type="LSTM", **RECURRENT)
+for name in ("/Relu_3", "/Transpose"):
+    CONFIGS["recurrent"] = CONFIGS["recurrent"].override(name, activation="uint16", optional=True)
 BATCHES = 20
 TARGETS = {"max_lsb": 1, "runtime - simulated": 0.5}
 
@@ -134,7 +139,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     most = next((int(given.partition("=")[2]) for given in sys.argv if given.startswith("--batches=")), BATCHES)
     networks = [name for name in sys.argv if name in NETWORKS] or list(NETWORKS)
-    configs = [name for name in sys.argv if name in CONFIGS] or list(CONFIGS)
+    configs = [name for name in sys.argv if name in CONFIGS] or ["w8a8", "w7a8"]
     runtimes = [name for name in sys.argv if name in TABLES] or list(TABLES)
     for name in networks:
         for row in results(name, configs, runtimes, most):
