@@ -38,6 +38,7 @@ class NoiseProbe:
     noise: dict[str, float] = field(default_factory=dict)
     variance: dict[str, float] = field(default_factory=dict)
     unreached: set[str] = field(default_factory=set)
+    _flat: set[str] = field(default_factory=set)
     _errors: dict[str, Tensor] = field(default_factory=dict)
     _waiting: list[tuple[str, Tensor, list[Tensor]]] = field(default_factory=list)
 
@@ -68,23 +69,15 @@ class NoiseProbe:
             weights: what the power of each output counts for.
             passes: backward, each with other signs; their mean is added.
         """
+        reached = [(y, weight**0.5) for y, weight in zip(outputs, weights, strict=True) if y.requires_grad]
         for left in reversed(range(passes)):
-            total = self._signed_sum(outputs, weights)
-            if total.requires_grad:
-                total.backward(retain_graph=left > 0)  # type: ignore[no-untyped-call]
+            generator = torch.Generator().manual_seed(self.seed)
+            self.seed += 1
+            slopes = [_random_signs(y, generator).mul_(unit).to(y.dtype) for y, unit in reached]
+            if reached:
+                torch.autograd.backward([y for y, _ in reached], slopes, retain_graph=left > 0)
             self._add_noise(outputs[0].shape[0] if outputs and outputs[0].dim() else 1, passes)
         self._waiting.clear()
-
-    def _signed_sum(self, outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return the sum of all outputs with random signs, each in units of its own power."""
-        generator = torch.Generator().manual_seed(self.seed)
-        self.seed += 1
-        total = torch.zeros(())
-        for y, weight in zip(outputs, weights, strict=True):
-            if y.requires_grad:
-                signs = torch.randint(0, 2, y.shape, generator=generator).mul_(2).sub_(1).to(y.device, torch.float32)
-                total = total + (_finite(y.float()) * signs).sum().cpu() * weight**0.5
-        return total
 
     def _add_noise(self, examples: int, passes: int) -> None:
         """Add the noise of every site that the gradients of one backward pass show, for one of several passes."""
@@ -102,12 +95,18 @@ class NoiseProbe:
             parts = _by_part(products, axis, examples, by_channel)
             if not torch.isfinite(parts.sum()):  # the check of all products would take as long as the sums
                 parts = _by_part(_finite(products), axis, examples, by_channel)
+            if not parts.any() and error.any() and not slopes.any():
+                self._flat.add(site)
             if axis is not None:  # read more than once, it has the same errors each time
                 stored[site] = stored[site] + parts if site in stored else parts
             else:
                 self._add(site, parts, passes)
         for site, parts in stored.items():
             self._add(site, parts if passes == 1 else parts.sum(), passes)
+
+    def unknown(self) -> set[str]:
+        """Return the sites of whose noise gradients say nothing: none reached them, or all were 0, as of a rounding."""
+        return self.unreached | {site for site in self._flat if not self.noise[site]}
 
     def forget(self) -> None:
         """Drop what was noted of a batch that the model did not take to its end."""
@@ -117,6 +116,15 @@ class NoiseProbe:
         powers = parts.double().square()
         self.noise[site] = self.noise.get(site, 0.0) + float(powers.sum()) / passes
         self.variance[site] = self.variance.get(site, 0.0) + float(powers.square().sum()) * 2 / 3 / passes**2
+
+
+def _random_signs(y: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random sign for every value of a tensor, 0 where that is not finite."""
+    octets = torch.randint(0, 256, (-(-y.numel() // 8), 1), generator=generator, dtype=torch.uint8)
+    bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and_(1)  # a draw for each is slow
+    signs = bits.flatten()[: y.numel()].reshape(y.shape).to(y.device, torch.float32).mul_(2).sub_(1)
+    finite = torch.isfinite(y.detach())
+    return signs if finite.all() else signs.mul_(finite)
 
 
 def _by_part(products: Tensor, axis: int | None, examples: int, by_channel: bool) -> Tensor:

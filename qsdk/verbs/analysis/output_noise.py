@@ -13,7 +13,7 @@ from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
 from qsdk.progress import bar, over_batches
 from qsdk.verbs.analysis.rounded_weights import outputs_as_given
-from qsdk.verbs.analysis.sampled_rows import row_count, sampled
+from qsdk.verbs.analysis.sampled_rows import Sampled, row_count, sampled
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Door, Forward
 
@@ -65,10 +65,25 @@ def _squares(y: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return np.square(np.where(np.isfinite(y), y, 0.0).astype(np.float64))
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """The noise of every site to first order.
+
+    Attributes:
+        noise: at the outputs.
+        unreached: the sites whose noise no gradient shows.
+        used: some of the rows of data it was found on, in batches.
+    """
+
+    noise: OutputNoise
+    unreached: set[str]
+    used: list[Any]
+
+
 def estimate_noise(
     sim: Sim, data: Iterable[Any], *, forward: Forward | None, progress: bool, seed: int
-) -> tuple[OutputNoise, set[str]] | None:
-    """Return the noise of every site to first order, and the sites that no gradient reaches.
+) -> Estimate | None:
+    """Return the noise of every site to first order.
 
     About a fifth of the rows are used, with a forward pass in float, one in the simulation, and a backward pass. Where
     that is little work, all rows are, and more backward passes.
@@ -85,29 +100,57 @@ def estimate_noise(
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
     probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed)
     kept: list[tuple[Any, FloatArrays]] = []
+    ways = [(False, True), (False, False), (True, True), (True, False)]
     for sample in sampled(_batches(data, progress), sim.plan):
-        used, where = sample.used, f"batch {sample.number}"
-        try:
-            outputs, quantized = _both_outputs(door, used, probe, forward, where)
-        except _REFUSALS:  # such as a file whose batch size is fixed
-            if used is sample.batch:
-                raise
-            probe.forget()
-            used = sample.batch
-            outputs, quantized = _both_outputs(door, used, probe, forward, where)
-        if outputs is None:
+        found = _probed(door, sample, probe, weights, forward, ways)
+        if found is None:
             return None
-        in_float = [_to_numpy(y) for y in outputs]
-        weights.learn([in_float])
+        used, in_float = found
         noise.signal += weights.power(in_float)
         noise.samples += row_count(used)
         noise.samples_given += sample.samples
-        probe.measure(outputs, weights.values, sample.passes)
+        quantized = list(door.outputs([used], forward, in_float=False))
         noise.all_quantized += weights.power_of_changes(quantized, [in_float])
         kept += [(used, quantized[0])] if len(kept) < _COMPARED else []
     _compare_with_given(sim, noise, weights, kept, forward)
     noise.alone, noise.variance, noise.silent = probe.noise, probe.variance, weights.silent
-    return noise, probe.unreached
+    return Estimate(noise, probe.unknown(), [used for used, _ in kept])
+
+
+def _probed(
+    door: Door,
+    sample: Sampled,
+    probe: NoiseProbe,
+    weights: OutputWeights,
+    forward: Forward | None,
+    ways: list[tuple[bool, bool]],
+) -> tuple[Any, FloatArrays] | None:
+    """Return the rows of a sample that the model takes, and its outputs in float, once the probe has measured them.
+
+    Args:
+        ways: to run it, the best first: whether on all rows of the batch, and whether with gradients where the model
+            forbids them. One that it refuses, such as a file whose batch size is fixed, is taken from the list.
+
+    Returns:
+        None where the model has no gradients.
+    """
+    while True:
+        whole, everywhere = ways[0]
+        used = sample.batch if whole else sample.used
+        try:
+            outputs = door.visited_outputs(used, probe.visit, forward, f"batch {sample.number}", everywhere=everywhere)
+            if outputs is None or not any(y.requires_grad for y in outputs):
+                return None
+            in_float = [_to_numpy(y) for y in outputs]
+            weights.learn([in_float])
+            probe.measure(outputs, weights.values, sample.passes)
+        except _REFUSALS:
+            if used is sample.batch and not everywhere:
+                raise
+            probe.forget()
+            del ways[0]
+        else:
+            return used, in_float
 
 
 def _compare_with_given(
@@ -132,19 +175,6 @@ def _compare_with_given(
         changes = weights.power_of_changes([quantized for _, quantized in kept], given)
         all_now, noise.all_quantized = noise.all_quantized, noise.signal * changes / signal
         noise.stored = max(noise.all_quantized - all_now, 0.0)
-
-
-def _both_outputs(
-    door: Door, batch: Any, probe: NoiseProbe, forward: Forward | None, where: str
-) -> tuple[list[Tensor] | None, list[FloatArrays]]:
-    """Return what a batch leads to in float, on the graph of the probes, and in the simulation.
-
-    The first is None where the model has no gradients.
-    """
-    outputs = door.visited_outputs(batch, probe.visit, forward, where)
-    if outputs is None or not any(y.requires_grad for y in outputs):
-        return None, []
-    return outputs, list(door.outputs([batch], forward, in_float=False))
 
 
 def measure_noise(

@@ -26,9 +26,13 @@ def rounded_weights(sim: Sim) -> list[str]:
 
 def _is_rounded(values: npt.NDArray[Any], encoding: Encoding) -> bool:
     if encoding.axis == 0 and encoding.block_size is None and len(values):
-        # most weights are not rounded, and one channel tells
+        # most weights are not rounded, and one channel or row tells
         first = replace(encoding, scale=encoding.scale[:1], zero_point=encoding.zero_point[:1])
         if not np.array_equal(first.fake_quantize(values[:1]), values[:1]):
+            return False
+    elif encoding.axis is None:
+        first_row = values[:1] if values.ndim else values
+        if not np.array_equal(encoding.fake_quantize(first_row), first_row):
             return False
     return np.array_equal(encoding.fake_quantize(values), values)
 

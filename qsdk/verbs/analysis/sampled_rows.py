@@ -14,6 +14,7 @@ from qsdk.core.planning.plan import Plan
 
 _PARTS = 5
 _FEWEST, _MOST = 4, 32  # rows of a batch: fewer would say too little, more hardly anything new
+_IDS = 256  # say as much as four rows: each has outputs of its own
 _LITTLE = 4_000_000_000  # multiplications of a pass over all data: a second or so
 _PASSES = 64  # backward, over all batches together, where that is little work too
 _AFFORDABLE = 10_000_000_000, 200  # multiplications and batches, of layers measured one at a time
@@ -95,17 +96,23 @@ def row_count(batch: Any) -> int:
 
 
 def rows_of(batch: Any, fifths: int) -> Any:
-    """Return that many fifths of the rows of a batch, evenly spaced: four at least, and 32 at most.
+    """Return that many fifths of the rows of a batch, evenly spaced: four at least, of long ids two, and 32 at most.
 
     A batch whose arrays do not all have the same number of rows is returned as it is.
     """
     arrays = _arrays(batch)
     length = len(arrays[0]) if arrays else 0
-    kept = min(max(-(-length * fifths // _PARTS), _FEWEST), _MOST)
+    kept = min(max(-(-length * fifths // _PARTS), _fewest(arrays)), _MOST)
     if kept >= length or any(len(x) != length for x in arrays):
         return batch
     rows = [row * length // kept for row in range(kept)]
     return tree_map(lambda x: x[rows] if _has_rows(x) else x, batch)
+
+
+def _fewest(arrays: list[Any]) -> int:
+    """Return the fewest rows that say enough."""
+    ids = max((prod(x.shape[1:]) for x in arrays if not _is_float(x)), default=1)
+    return min(max(-(-_IDS // max(ids, 1)), 2), _FEWEST)
 
 
 def _arrays(batch: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from qsdk.progress import bar
 from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
 from qsdk.verbs.analysis.rounded_weights import rounded_facts
+from qsdk.verbs.analysis.sampled_rows import row_count
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -140,15 +141,17 @@ def noise_of_layers(
         return measure_noise(sim, data, layers, forward=forward, progress=progress, reverse=True), "measured"
     batches = data if hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
     found = estimate_noise(sim, batches, forward=forward, progress=progress, seed=seed)
-    few = _first(batches, _SAMPLED_BATCHES)
+    options: dict[str, Any] = {"forward": forward, "progress": progress, "reverse": False}
     if found is None:
-        measured = measure_noise(sim, few, layers, forward=forward, progress=progress, reverse=False)
+        few = _first(batches, _SAMPLED_BATCHES)
+        measured = measure_noise(sim, few, layers, **options)
         return measured, f"measured on {len(few)} batches: the model has no gradients"
-    noise, unreached = found
-    missed = [layer for layer in layers if unreached.intersection(layer.sites)]
-    if missed:
-        measure_noise(sim, few, missed, forward=forward, progress=progress, reverse=False, known=noise)
-    return noise, "estimated" + (f"; {len(missed)} rows measured on {len(few)} batches" if missed else "")
+    missed = [layer for layer in layers if found.unreached.intersection(layer.sites)]
+    if not missed:
+        return found.noise, "estimated"
+    few = found.used[:_SAMPLED_BATCHES]
+    measure_noise(sim, few, missed, known=found.noise, **options)
+    return found.noise, f"estimated; {len(missed)} rows measured on {sum(map(row_count, few))} samples"
 
 
 def _first(data: Iterable[Any], count: int) -> list[Any]:

@@ -82,7 +82,9 @@ class Door(Protocol):
         """Let the sim quantize at these sites alone inside the block."""
         ...
 
-    def visited_outputs(self, batch: Any, visitor: Visitor, forward: Forward | None, where: str) -> list[Tensor] | None:
+    def visited_outputs(
+        self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
+    ) -> list[Tensor] | None:
         """Run the float model with gradients, and return its floating-point outputs.
 
         Args:
@@ -90,6 +92,7 @@ class Door(Protocol):
             visitor: sees every site's values, stored ones too; what it returns goes on in their place.
             forward: calls the module on a batch.
             where: names the batch in messages.
+            everywhere: also take gradients through what a module runs under `torch.no_grad`.
 
         Returns:
             The outputs; None where the model has ops without gradients.

@@ -93,9 +93,11 @@ class ModuleDoor:
         with runtime.in_phase("visit", visit, quantizes=narrow):
             yield
 
-    def visited_outputs(self, batch: Any, visitor: Visitor, forward: Forward | None, where: str) -> list[Tensor] | None:
+    def visited_outputs(
+        self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
+    ) -> list[Tensor] | None:
         """Run the module; its own parameters get no gradients."""
-        return visit_tensors.visit_tensors(self.sim, batch, visitor, forward, where)
+        return visit_tensors.visit_tensors(self.sim, batch, visitor, forward, where, everywhere=everywhere)
 
     def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
         """Return what applies the site's quantizer."""

@@ -84,7 +84,9 @@ class OnnxDoor:
         """Run a Q/DQ model with fewer pairs."""
         return quantizing_only.quantizing_only(self.sim, sites)
 
-    def visited_outputs(self, batch: Any, visitor: Visitor, forward: Forward | None, where: str) -> list[Tensor] | None:
+    def visited_outputs(
+        self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
+    ) -> list[Tensor] | None:
         """Run the graph in PyTorch, where it has all ops."""
         require_no_forward(forward)
         graph = self.sim.graph
