@@ -98,9 +98,10 @@ def estimate_noise(
     door, noise, weights = door_of(sim), OutputNoise(), OutputWeights()
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
-    probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed)
+    weights_alone = {site for site in stored if sim.plan.decisions[site].kind == "weight"}
+    probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed, weights_alone)
     kept: list[tuple[Any, FloatArrays]] = []
-    ways = [(False, True), (False, False), (True, True), (True, False)]
+    ways = [(whole, *way) for whole in (False, True) for way in ((True, True), (True, False), (False, False))]
     for sample in sampled(_batches(data, progress), sim.plan):
         found = _probed(door, sample, probe, weights, forward, ways)
         if found is None:
@@ -123,22 +124,25 @@ def _probed(
     probe: NoiseProbe,
     weights: OutputWeights,
     forward: Forward | None,
-    ways: list[tuple[bool, bool]],
+    ways: list[tuple[bool, bool, bool]],
 ) -> tuple[Any, FloatArrays] | None:
     """Return the rows of a sample that the model takes, and its outputs in float, once the probe has measured them.
 
     Args:
-        ways: to run it, the best first: whether on all rows of the batch, and whether with gradients where the model
-            forbids them. One that it refuses, such as a file whose batch size is fixed, is taken from the list.
+        ways: to run it, the best first: whether on all rows of the batch, whether with gradients where the model
+            forbids them, and whether errors of weights are carried forward. One that it refuses, such as a file whose
+            batch size is fixed, is taken from the list.
 
     Returns:
         None where the model has no gradients.
     """
+    where = f"batch {sample.number}"
     while True:
-        whole, everywhere = ways[0]
+        whole, everywhere, carries = ways[0]
         used = sample.batch if whole else sample.used
         try:
-            outputs = door.visited_outputs(used, probe.visit, forward, f"batch {sample.number}", everywhere=everywhere)
+            with probe.watch(row_count(used) * sample.passes, carries=carries):
+                outputs = door.visited_outputs(used, probe.visit, forward, where, everywhere=everywhere)
             if outputs is None or not any(y.requires_grad for y in outputs):
                 return None
             in_float = [_to_numpy(y) for y in outputs]
