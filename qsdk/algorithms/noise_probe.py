@@ -81,7 +81,7 @@ class NoiseProbe:
         """Note the rounding error at a site, and return its float values, from which gradients are taken."""
         arrived: list[tuple[str, Tensor, bool]] = []
         if self._carries and site not in self.channel_axes:
-            x, tangent = forward_ad.unpack_dual(x)
+            x, tangent = _parts_of_dual(x)
             arrived = [] if tangent is None else [self._arrival(tangent)]
         error = self._errors.get(site)
         if error is None:
@@ -97,7 +97,7 @@ class NoiseProbe:
             return x
         if self._carries and site in self.weights:
             self._underway.append(site)
-            return forward_ad.make_dual(x.detach(), error.to(x.dtype))
+            return _dual(x.detach(), error.to(x.dtype))
         return self._tapped(x, [*arrived, (site, error, False)], stored=site in self.channel_axes)
 
     def _arrival(self, tangent: Tensor) -> tuple[str, Tensor, bool]:
@@ -198,8 +198,18 @@ def _dual_level() -> Iterator[None]:
     with forward_ad.dual_level():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # the first one loads what torch warns of itself
-            forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
+            _dual(torch.zeros(1), torch.zeros(1))
         yield
+
+
+def _dual(x: Tensor, tangent: Tensor) -> Tensor:
+    found: Tensor = forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _parts_of_dual(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    primal, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    return primal, tangent
 
 
 def _random_signs(y: Tensor, generator: torch.Generator) -> Tensor:

@@ -39,9 +39,15 @@ def visit_tensors(
         DataError: the model does not take the batch.
     """
     through = _Gradients() if everywhere else nullcontext()
-    with eval_mode(sim.model), sim.runtime.in_phase("visit", visitor), _constant(sim.model), torch.enable_grad():
-        with _without_graphs_in(sim.model), through:
-            return floats_of(feed(sim.model, batch, sim.example, forward, where), caches=sim.example.has_cache)
+    with (
+        eval_mode(sim.model),
+        sim.runtime.in_phase("visit", visitor),
+        _constant(sim.model),
+        _without_graphs_in(sim.model),
+        torch.enable_grad(),
+        through,
+    ):
+        return floats_of(feed(sim.model, batch, sim.example, forward, where), caches=sim.example.has_cache)
 
 
 class _Gradients(TorchFunctionMode):

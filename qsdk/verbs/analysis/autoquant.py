@@ -14,7 +14,7 @@ from qsdk.core.precision.mixed import budget_remark, require_budget
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.report import Report
 from qsdk.progress import Progress, progress_of
-from qsdk.verbs.analysis.autoquant_path import Path, Stopwatch
+from qsdk.verbs.analysis.autoquant_path import Path, Place, Stopwatch
 from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights, lowerable_weights
 from qsdk.verbs.analysis.autoquant_steps import Step, steps_to_try
 from qsdk.verbs.analysis.precision import mixed_precision
@@ -132,9 +132,16 @@ def _bar_over(steps: Sequence[Step], lowers: bool, smaller: bool, *, show: bool)
 
 def _walk(path: Path, steps: Sequence[Step], budgets: _Budgets) -> None:
     """Take the steps until the metric is within its budget, and raise sites if it is not then."""
+    unshifted: Place | None = None
     for step in steps:
         if path.reference - path.now <= budgets.max_drop:
             return
+        if step.rounds and unshifted is not None and not step.why_not(path.sim):
+            if path.misses_with_float_weights(unshifted, budgets.max_drop):
+                break
+            unshifted = None  # asked once
+        if step.verb is seq_mse:
+            unshifted = path.held()
         path.try_step(step)
         path.bar.done()
     if path.reference - path.now > budgets.max_drop:

@@ -9,7 +9,7 @@ from qsdk.core.precision.metrics import metric_value
 from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress
 from qsdk.verbs.analysis.autoquant_steps import Step
-from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.doors.choose import Sim, door_of
 
 
 class Stopwatch:
@@ -106,6 +106,29 @@ class Path:
         row = {"step": step, "metric": metric, "drop": self.reference - metric, "bytes": size}
         self.rows.append({**row, "passes": seconds / self.seconds, "kept": kept, "note": note})
         self.bar.log(metric=metric)
+
+    def misses_with_float_weights(self, place: Place, max_drop: float) -> bool:
+        """Return whether activations alone miss the budget, so that no better rounding of weights can meet it.
+
+        Such a row is noted, in place of steps that take a third of all passes.
+
+        Args:
+            place: before biases were shifted for the rounding of their weights.
+            max_drop: that the metric may fall below the float model's.
+        """
+        here, decisions = self.held(), self.sim.plan.decisions.values()
+        activations = frozenset(d.site for d in decisions if d.kind not in ("weight", "bias"))
+        self.sim.restore(place.state)
+        try:
+            with door_of(self.sim).quantizing_only(activations):
+                found = self.measured()
+        finally:
+            self.go_back(here)
+        if missed := self.reference - found > max_drop:
+            why = "the metric with all weights in float: better rounding of them (gptq, adaround) would not do"
+            row = {"step": "quantize activations alone", "metric": found, "drop": self.reference - found}
+            self.rows.append({**dict.fromkeys(self.rows[0]), **row, "kept": False, "note": why})
+        return missed
 
     def try_step(self, step: Step) -> None:
         """Take a step, and undo it unless the metric is better."""

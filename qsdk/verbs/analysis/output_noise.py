@@ -129,6 +129,11 @@ def _probed(
     """Return the rows of a sample that the model takes, and its outputs in float, once the probe has measured them.
 
     Args:
+        door: of the sim.
+        sample: of the data.
+        probe: to measure with.
+        weights: of the outputs; they learn.
+        forward: calls the module on a batch.
         ways: to run it, the best first: whether on all rows of the batch, whether with gradients where the model
             forbids them, and whether errors of weights are carried forward. One that it refuses, such as a file whose
             batch size is fixed, is taken from the list.
