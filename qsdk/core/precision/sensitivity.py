@@ -9,8 +9,8 @@ from qsdk.core.precision.advice import decibels
 from qsdk.core.report import Report
 from qsdk.core.site import owner_of
 
-#: of the noise of a row, where few random signs make up most of it: it may be several dB off
-_UNCERTAIN = 0.4
+#: of the noise of a row, where few random signs make up most of it: it may be more than 3 dB off
+_UNCERTAIN = 0.3
 #: dB; noise as strong as the signal saturates what gradients add up linearly
 _BEYOND_FIRST_ORDER = 6.0
 
