@@ -1,4 +1,4 @@
-"""What `sensitivity` estimates from: errors carried forward, gradients where a model forbids them, and what has none."""
+"""What `sensitivity` estimates from: errors carried forward, and gradients also where a model forbids them."""
 
 import numpy as np
 import pytest
@@ -59,13 +59,17 @@ def test_errors_of_the_channels_of_a_weight_add_up_in_each_example():
 def test_errors_of_weights_that_cannot_be_told_apart_are_refused(fault):
     x, a = torch.rand(32, 5), torch.randn(5, 5)
     probe = weight_probe()
-    with pytest.raises(UnclearError, match="arrive"), probe.watch(len(x), carries=True):
+
+    def run():
         read = probe.visit("a:weight", a)
         if fault == "two at once":
             probe.visit("b:output", (x @ read @ probe.visit("b:weight", a))[..., None])
         if fault == "read before":
             y = probe.visit("a:output", (x @ read)[..., None])
             probe.visit("b:output", y[..., 0] @ read)
+
+    with pytest.raises(UnclearError, match="arrive"), probe.watch(len(x), carries=True):
+        run()
 
 
 class ReadsBothFirst(nn.Module):
