@@ -173,6 +173,9 @@ def test_mixed_precision_meets_what_rounding_does_not(model, sqnr):
     assert report.summary["met"]
     assert "mixed_precision" in steps(report)
     assert sqnr(report.sim) >= 48.0
+    ranking = report.summary["ranking"]
+    assert {row["layer"] for row in ranking if row["kind"] == "weights"} == {"first", "fragile", "last"}
+    assert ranking[0]["layer"] == "fragile"
 
 
 @pytest.mark.slow  # the demo network: small ones are rounded again after mixed precision
@@ -204,6 +207,7 @@ def test_the_file_fits_into_max_bytes(model, exported, sqnr, tmp_path, side):
     first, fragile, last = [row["dtype"] for row in report.sim.coverage().rows if row["kind"] == "weight"]
     assert fragile == "int8"
     assert "int4" in (first, last)
+    assert report.summary["ranking"][0]["kind"] == "weights"
 
 
 def test_a_size_that_cannot_be_reached_is_an_error(model, sqnr):

@@ -104,7 +104,8 @@ def autoquant(
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
         `passes` (its processor time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`,
-        `missed`, `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`.
+        `missed`, `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`,
+        `ranking` (the rows of `sensitivity`, where bits were chosen by them).
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -177,7 +178,7 @@ def _start(
     if max_bytes is not None and path.size > max_bytes:
         bar.now("int4 in weights")
         started = time.process_time()
-        lowered, path.size = lower_weights(sim, data, path.size, max_bytes, options)
+        lowered, path.size, path.ranking = lower_weights(sim, data, path.size, max_bytes, options)
         spent, path.now = time.process_time() - started, path.measured()
         path.note(f"int4 in {len(lowered)} weights", path.now, path.size, spent, True, "to fit into max_bytes")
         path.code += [f'config = config.override({site!r}, weight="int4")' for site in lowered]
@@ -210,7 +211,7 @@ def _mix(path: Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
         except BaseException:
             path.go_back(here)
             raise
-        spent = seconds.without_metric()
+        spent, path.ranking = seconds.without_metric(), found.summary["ranking"]
         now, size = next(row["metric"] for row in found.rows if row["chosen"]), exported_bytes(path.sim)
         fits = budgets.max_bytes is None or size <= budgets.max_bytes
         note = f"{len(found.summary['raised'])} raised" + ("" if fits else ": beyond max_bytes")
@@ -247,7 +248,7 @@ def _shrink(path: Path, budgets: _Budgets, seed: int) -> Path:
             path.sim.set_precision(site, weight="int4")
         seq_mse(path.sim, path.data, seed=seed, **path.options)
         found = mixed_precision(path.sim, path.data, seconds.metric, **given, **path.options)
-        spent, size = seconds.without_metric(), exported_bytes(path.sim)
+        spent, size, path.ranking = seconds.without_metric(), exported_bytes(path.sim), found.summary["ranking"]
     except BaseException:
         path.go_back(before)
         raise
@@ -287,6 +288,8 @@ def _finish(path: Path, budgets: _Budgets) -> AutoquantReport:
     facts |= {"passes": sum(row["passes"] or 0.0 for row in path.rows), "evaluations": path.evaluations}
     if no_gain := where_bits_buy_nothing(path.sim.plan, path.sim.encodings):
         facts["no_gain"] = no_gain
+    if path.ranking:
+        facts["ranking"] = path.ranking
     remark = budget_remark(budgets.max_drop, facts)
     summary = {"met": not missed, **({"missed": missed} if missed else {}), **remark, **facts}
     return AutoquantReport("Automatic quantization", path.rows, summary, path.sim, "\n".join(path.code))

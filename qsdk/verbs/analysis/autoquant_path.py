@@ -60,6 +60,7 @@ class Path:
         code: the lines that repeat the kept ones.
         unrounded: the place before weights were rounded for good; None where none was.
         evaluations: calls of the metric.
+        ranking: the rows of `sensitivity` that bits were last chosen by; empty where they were not.
     """
 
     sim: Sim
@@ -75,6 +76,7 @@ class Path:
     code: list[str] = field(default_factory=list)
     unrounded: Place | None = None
     evaluations: int = 0
+    ranking: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def forwarded(self) -> str:

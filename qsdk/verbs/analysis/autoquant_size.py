@@ -7,7 +7,7 @@ from typing import Any
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.precision.lowering import LowerableWeight, choose_lowered
-from qsdk.core.precision.sensitivity import layers_of
+from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs.analysis.sensitivity import noise_of_layers
 from qsdk.verbs.doors.choose import Sim
@@ -36,7 +36,7 @@ def lowerable_weights(sim: Sim) -> list[str]:
 
 def lower_weights(
     sim: Sim, data: Iterable[Any], size: int, max_bytes: int, options: Mapping[str, Any]
-) -> tuple[list[str], int]:
+) -> tuple[list[str], int, list[dict[str, Any]]]:
     """Give 4 bits to the weights of 8 that matter least at the outputs, until the file fits.
 
     Args:
@@ -47,7 +47,7 @@ def lower_weights(
         options: `forward` and `progress`.
 
     Returns:
-        The sites, and the bytes of the file.
+        The sites, the bytes of the file, and the rows of `sensitivity` that the sites were chosen by.
 
     Raises:
         ConfigError: it does not fit even if all of them have 4 bits, which is said with its size; or the sim was opened
@@ -72,7 +72,9 @@ def lower_weights(
                 f"max_bytes={max_bytes}: the file has {size} bytes, and {smallest} with 4 bits in every weight of "
                 "8; allow that much, or give a smaller config, such as one with int2 weights"
             )
-        noise, _ = noise_of_layers(sim, data, layers_of(sim.plan), exact=False, **options)
+        layers = layers_of(sim.plan)
+        noise, _ = noise_of_layers(sim, data, layers, exact=False, **options)
+        ranking = sensitivity_report(layers, noise, {}, {}).to_dict()["rows"]
         counts = {site: value.size for site, value in sim.stored_floats(sites).items()}
         weights = [LowerableWeight(site, counts.get(site, 0) // 2, noise.alone.get(site, 0.0)) for site in sites]
         wanted = size - max_bytes
@@ -81,7 +83,7 @@ def lower_weights(
             chosen = choose_lowered(weights, wanted)
             found = take(sites if chosen is None else chosen)
             if found <= max_bytes:
-                return (sites if chosen is None else chosen), found
+                return (sites if chosen is None else chosen), found, ranking
             wanted += found - max_bytes
         sim.restore(before)
-        return sites, take(sites)
+        return sites, take(sites), ranking
