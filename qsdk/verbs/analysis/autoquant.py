@@ -83,15 +83,15 @@ def autoquant(
 
     The steps are the guide's, the cheapest first: ranges by min-max and other estimators, `rotate` (which unties
     nothing here), `equalize`, `smooth_quant`, `correct_bias` or, below 8 bits, `seq_mse`, `gptq`, `adaround`, at last
-    `mixed_precision`, until one meets the budget. One that does not improve the metric is undone. Is the preset too
-    large, the weights that matter least (`sensitivity`) take 4 bits at the start.
+    `mixed_precision`, until one meets the budget. One that does not help is undone. If the preset is too large, the
+    weights that matter least (`sensitivity`) take 4 bits at the start.
 
     Args:
         model: an nn.Module, an ONNX path or an onnx model; it is left as it is.
         example: as for `quantize`.
         data: as for `calibrate`; kept as a list if it can be read only once.
         metric: called with the sim; larger is better.
-        max_drop: how much it may fall below the float model's.
+        max_drop: how far below the float model's it may fall.
         max_bytes: that the exported file may take.
         max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
         smaller: use up `max_drop`: weights of 8 bits take 4 (slower on many runtimes) as far as the metric allows.
@@ -103,9 +103,8 @@ def autoquant(
 
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
-        `passes` (its processor time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`,
-        `missed`, `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`,
-        `ranking` (the rows of `sensitivity`, where bits were chosen by them).
+        `passes` (processor time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`,
+        `missed`, `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`, `ranking`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
