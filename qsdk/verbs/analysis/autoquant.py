@@ -103,8 +103,8 @@ def autoquant(
 
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
-        `passes` (processor time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`,
-        `missed`, `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`, `ranking`.
+        `passes` (time in float passes, without the metric), `kept`, `note`. Summary: `met`, `missed`, `budget_remark`,
+        `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`, `ranking` (by `sensitivity`).
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
