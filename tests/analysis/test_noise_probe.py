@@ -8,6 +8,7 @@ from torch import nn
 import qsdk
 from qsdk.algorithms.noise_probe import NoiseProbe, UnclearError
 from qsdk.verbs.analysis import sampled_rows
+from qsdk.verbs.doors.choose import door_of
 
 
 def calibrated(model, batches, config):
@@ -140,4 +141,10 @@ def test_gradients_where_the_model_forbids_them_leave_nothing_in_it():
     sim = calibrated(KeepsTable().eval(), batches, qsdk.w8a8())
     report = qsdk.sensitivity(sim, batches, progress=False)
     assert report.summary["method"] == "estimated"
+
+    def tapped(_, x):
+        return x if x.requires_grad else x.detach().requires_grad_()
+
+    (y,) = door_of(sim).visited_outputs(batches[0], tapped, None, "batch 0", everywhere=True)
+    assert y.requires_grad
     assert not any(tensor.requires_grad for tensor in sim.model.buffers())
