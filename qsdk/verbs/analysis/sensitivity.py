@@ -34,7 +34,7 @@ def sensitivity(
     By default one pass over a fifth of the rows of the data estimates all layers at once, to first order, from the
     gradients of random combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`): every fifth
     batch, or a part of one, if the model takes fewer rows; where it is little work, all rows with more gradients. A
-    layer that no gradient reaches, or all of a model without, is measured with it alone quantized, on two batches.
+    layer that no gradient tells of is measured with it alone quantized, as is each one of a model without gradients.
 
     Args:
         sim: calibrated, of either side; it is left as it is.
