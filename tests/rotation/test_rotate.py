@@ -1,6 +1,7 @@
 """The verb `rotate`: the float model stays the same at both doors, whatever is rotated, refused or raised."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,18 @@ def test_a_tied_table_gets_a_copy_that_is_exported_saved_and_not_forgotten(tied,
     with door_of(loaded).as_given() as changed:
         assert changed
         assert off(exact(loaded.unwrap(), x), wanted) < 1e-12  # the user's own values, also of the copy
+
+
+@pytest.mark.slow
+def test_a_rule_for_a_tied_weight_counts_for_the_copy():
+    model, x = model_and_input("tied llama")
+    config = qsdk.w4a8(block_size=8).override("*lm_head:weight", weight="int8")
+    sim = qsdk.quantize(model, (x,), replace(config, only_linear=True))
+    assert sim.plan.decisions["model.lm_head:weight"].state == "float"  # the embedding's table, which it is still
+    qsdk.rotate(sim, progress=False)
+    dtypes = {row["site"]: row["dtype"] for row in sim.coverage().rows}
+    assert dtypes["model.lm_head:weight"] == "int8"
+    assert dtypes["model.model.layers.0.mlp.up_proj:weight"] == "int4"
 
 
 def test_what_fails_behind_the_copy_ties_again(tied):

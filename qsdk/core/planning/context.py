@@ -121,10 +121,16 @@ class PlanningContext:
                 yield self.result_place(tensor, index)
 
     def stored(self) -> Iterable[Place]:
-        """Yield the places of stored tensors, those included that stay float because of what their op computes."""
+        """Yield the places of stored tensors, those included that stay float because of what their op computes.
+
+        A parameter that two layers share has a place under the name of either.
+        """
         for index, op in enumerate(self.graph.ops):
             roots = {operand.root for operand in self.operands[index]}  # of a PRelu or a norm also what was reshaped
-            roots |= {r for t in op.inputs if t is not None and (r := self.graph.constant_root(t)) is not None}
+            for tensor in op.inputs:
+                root = None if tensor is None else self.graph.constant_root(tensor)
+                if tensor is not None and root is not None:
+                    roots |= {root, tensor} if self.graph.tensors[tensor].site else {root}
             for root in sorted(roots):
                 if self.graph.tensors[root].is_float:
                     yield self.stored_place(index, root)

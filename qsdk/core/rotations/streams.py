@@ -6,7 +6,7 @@ the gain of a norm that only layers read is folded into these. A stream is rotat
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.planning.operands import operands_of
+from qsdk.core.rotations.cached_values import cached_tensors, edges_of_caches, obstacle_in_caches
 from qsdk.core.rotations.norm_ops import NormOp, find_norms
 from qsdk.core.rotations.steps import MOVES, step
 from qsdk.core.rotations.turns import (
@@ -61,6 +62,7 @@ class Stream:
         folded: norms whose gain moves into their readers.
         keeps_mean: whether a LayerNorm is among them: the rotation must then leave the mean over channels as it is.
         ties: stored tensors that one reader needs with a gain and another without: a copy each would do.
+        cached: whether a cache hands tensors of it from step to step.
         blocked: why it cannot be rotated, or "".
     """
 
@@ -72,6 +74,7 @@ class Stream:
     folded: Sequence[FoldedNorm] = ()
     keeps_mean: bool = False
     ties: Sequence[int] = ()
+    cached: bool = False
     blocked: str = ""
 
     @property
@@ -85,22 +88,25 @@ class Stream:
         return [turn for turn in self.turns if turn.role == "reader"]
 
 
-def find_streams(graph: Graph, gains: Gains) -> list[Stream]:
+def find_streams(graph: Graph, gains: Gains, *, caches_stay: str = "") -> list[Stream]:
     """Return the residual streams and the values of attention heads, blocked ones with the reason.
 
     Args:
         graph: of the model.
         gains: the stored gain of each norm.
+        caches_stay: why what caches of keys and values hold must stay as it is; "" where it may be turned.
     """
-    norms = find_norms(graph)
+    norms, cached = find_norms(graph), cached_tensors(graph)
     result: list[Stream] = []
     seen: set[int] = set()
     for kind, seed in _seeds(graph, norms):
         size = (graph.tensors[seed].shape or (None,))[-1]
         if seed in seen or not isinstance(size, int) or size < 2:
             continue
-        stream = _Growing(graph, norms, gains, kind, size).grow(seed)
+        stream = _Growing(graph, norms, gains, cached, kind, size).grow(seed)
         seen |= set(stream.members)
+        if stream.cached and caches_stay:
+            stream = replace(stream, blocked=stream.blocked or caches_stay)
         if stream.writers and stream.readers:
             result.append(stream)
     return result
@@ -137,6 +143,7 @@ class _Growing:
     graph: Graph
     norms: Mapping[int, NormOp]
     gains: Gains
+    cached: Mapping[int, int]
     kind: str
     size: int
     members: dict[int, Ids] = field(default_factory=dict)
@@ -157,8 +164,11 @@ class _Growing:
                 self.down(tensor, op_id)
         keeps_mean = any(norm.centres for norm in self.passed)
         turns, ties = self.merged()
+        caches = edges_of_caches(self.graph, self.cached, self.members)
+        self.block(obstacle_in_caches(self.graph, caches, self.members))
         folded = [one for one in self.folded.values() if self.gain(one.norm) is not None]
-        return Stream(self.kind, self.size, seed, self.members, turns, folded, keeps_mean, ties, self.reason)
+        facts = (turns, folded, keeps_mean, ties, bool(caches), self.reason)
+        return Stream(self.kind, self.size, seed, self.members, *facts)
 
     def block(self, reason: str) -> None:
         """Note why the stream cannot be rotated; the first reason holds."""
@@ -183,7 +193,7 @@ class _Growing:
         elif self.graph.origin(tensor) is not None:
             self.turn_stored(tensor, ids, reader, "vector")
         elif tensor not in self.members:
-            if tensor in self.graph.output_set:
+            if tensor in self.graph.output_set and tensor not in self.cached:
                 self.block(f"{facts.site or facts.name} leaves the model")
             self.members[tensor] = ids
             self.queue.append(tensor)
@@ -202,7 +212,8 @@ class _Growing:
         """Continue at the op that computes a tensor."""
         op_id = self.graph.producer.get(tensor)
         if op_id is None:
-            self.block("it is an input of the model")
+            if tensor not in self.cached:
+                self.block("it is an input of the model")
             return
         op, ids = self.graph.ops[op_id], self.members[tensor]
         norm = self.norms.get(op_id)

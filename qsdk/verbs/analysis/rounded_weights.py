@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.rotations.cached_values import cached_tensors
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -54,9 +55,28 @@ def outputs_as_given(
 ) -> list[Sequence[npt.NDArray[np.float32]]] | None:
     """Return the float outputs of the model as the user gave it, for each batch.
 
+    Keys and values that go into a cache are those of the float model as it is now: a rotation may have turned them, and
+    the difference would be no noise.
+
     Returns:
         None where no verb has changed a stored value since.
     """
-    door = door_of(sim)
+    door, batches = door_of(sim), list(batches)
+    given: list[Sequence[npt.NDArray[np.float32]]] = []
     with door.as_given() as moved:
-        return list(door.outputs(batches, forward, in_float=True)) if moved else None
+        if not moved:
+            return None
+        given += door.outputs(batches, forward, in_float=True)
+    handed_on = _handed_on(sim)
+    if handed_on:
+        for index, now in enumerate(door.outputs(batches, forward, in_float=True)):
+            given[index] = [new if at in handed_on else given[index][at] for at, new in enumerate(now)]
+    return given
+
+
+def _handed_on(sim: Sim) -> set[int]:
+    """Return the places of the float outputs that go into a cache of keys and values."""
+    graph = sim.graph
+    cached = cached_tensors(graph)
+    floats = [tensor for tensor in graph.outputs if graph.tensors[tensor].is_float]
+    return {index for index, tensor in enumerate(floats) if tensor in cached}

@@ -126,6 +126,13 @@ class Door(Protocol):
         """Put rotations in front of layers, by the names of their weights, for good; see `untied` for the rest."""
         ...
 
+    def why_caches_stay(self) -> str:
+        """Return why keys and values that cross from step to step must stay as they are; "" if none come from outside.
+
+        A rotation would turn what a cache holds, so that one which the float model has filled would be read wrong.
+        """
+        ...
+
     def running_graph(self) -> Graph:
         """Return the sim's graph, with a Relu in place of each ReLU6 whose upper bound was removed."""
         ...

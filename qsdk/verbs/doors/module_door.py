@@ -134,6 +134,12 @@ class ModuleDoor:
         with nullcontext() if new is None else replaced_by(self.sim, new):
             yield new is not None
 
+    def why_caches_stay(self) -> str:
+        """Return a reason where the example brings a cache, as the data then does; with `kv_cache` the sim fills it."""
+        if self.sim.config.has_kv_cache:
+            return ""
+        return "the cache holds it, and the example and the data bring caches; choose kv_cache= and give tokens alone"
+
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the ReLU6 modules."""
         return relu6.graph_as_it_runs(self.sim.model, self.sim.graph)

@@ -132,6 +132,10 @@ class OnnxDoor:
         with nullcontext() if new is None else replaced_by(self.sim, new):
             yield new is not None
 
+    def why_caches_stay(self) -> str:
+        """Return the reason: whoever runs the file holds its caches."""
+        return "the cache that the file takes and gives holds it: one that the float file has filled would not fit"
+
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the Clips' inputs."""
         return relu6.graph_as_it_runs(self.sim)

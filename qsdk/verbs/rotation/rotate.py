@@ -26,6 +26,7 @@ from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.quantize import calibrate
+from qsdk.verbs.rotation.data_without_caches import without_caches
 from qsdk.verbs.rotation.samples import samples_of
 
 Method = Literal["hadamard", "random", "learned"]
@@ -52,7 +53,9 @@ def rotate(
     float model computes the same (Ashkboos et al. 2024, QuaRot). The gain of each norm moves into the layers that read
     it, since only a norm without one commutes with a rotation (SliceGPT). A stream with a LayerNorm gets a rotation
     that leaves the mean over its channels as it is, so that LayerNorm commutes with it as well and stays. The values
-    of attention heads are rotated head by head. A stream that cannot be rotated as a whole is left as it is.
+    of attention heads are rotated head by head, and where `kv_cache` is chosen the cache holds them rotated: logits and
+    generated text stay those of the float model, but `present.0.value` of the exported file and caches of the float
+    model differ. A stream that cannot be rotated as a whole is left as it is.
 
     Where an embedding shares its table with the last layer, the gain of the norm before that layer unties them: each
     gets a copy (`untied` in the summary), and on the PyTorch side `sim.model` is then another module than before.
@@ -77,7 +80,8 @@ def rotate(
 
     Raises:
         ConfigError: a method that does not exist, or data that is missing.
-        DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
+        DataError: data that the model does not take, or a filled cache in it where caches hold rotated values.
+            Whatever is raised, the sim is unchanged.
 
     Examples:
         >>> import torch, qsdk
@@ -109,6 +113,8 @@ def _rotate(
         undone_on_error.enter_context(without_shifts(sim))
         graph = door_of(sim).running_graph()
         streams = _turned(sim, graph, method, seed)
+        in_caches = sum(one.cached and not one.blocked for one in streams)
+        batches = without_caches(batches) if in_caches else batches
         noises = _learn(sim, graph, batches, forward=forward, progress=progress) if method == "learned" else {}
         turned, at_run_time = sum(not one.blocked for one in streams), sum(not row["reason"] for row in ahead)
         again = turned + at_run_time > 0 and any(sim.ready().values())
@@ -118,6 +124,7 @@ def _rotate(
             "rotated": turned,
             "left": len(streams) - turned,
             **({"at_run_time": at_run_time} if online else {}),
+            **({"in_caches": f"{in_caches}: caches of the model before do not fit any more"} if in_caches else {}),
             "untied": ", ".join(names) if was_tied else "",
             "calibrated_again": sim.methods.method if again else "no: nothing changed or it was not calibrated before",
             "seconds": time.perf_counter() - started,
@@ -214,7 +221,7 @@ def _streams(sim: Sim, graph: Graph) -> list[Stream]:
         return gain_of(norm, read) if known else np.arange(2.0)
 
     result = []
-    for stream in find_streams(graph, gain):
+    for stream in find_streams(graph, gain, caches_stay=door_of(sim).why_caches_stay()):
         roots = [turn.root for turn in stream.turns]
         for one in stream.folded:
             roots += [root for root in (one.norm.gain, one.norm.shift) if root is not None]
