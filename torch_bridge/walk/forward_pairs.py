@@ -132,6 +132,11 @@ class ForwardPairs:
             if one.quantized:
                 self._resume(one)
 
+    def end(self, forwards: Sequence[PausedForward]) -> None:
+        """End forwards where they are paused: what comes behind is needed no more."""
+        for one in forwards:
+            self._scheduler.end(one)
+
     def _resume(self, one: PausedForward) -> None:
         if self._offloader is not None:
             self._offloader.load(one)

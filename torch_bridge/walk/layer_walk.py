@@ -189,8 +189,15 @@ class LayerWalk:
             yield from zip(*both, strict=False)
 
     def _resume_from(self, sites: Sequence[str]) -> None:
-        """Resume the forwards that are paused before the first of these layers, all of which are done."""
+        """Resume the forwards that are paused before the first of these layers, all of which are done.
+
+        Behind the last layer of all, forwards in float go on alone: their time is what passes are counted in, and one
+        that reaches a layer again shows that it is to be solved again. The quantized ones would show nothing more.
+        """
         going = [one for one in self._forwards if one.at.site == sites[0]]
+        if self._hooked.by_site.keys() <= self._solved | self._done:
+            self._pairs.end([one for one in going if one.quantized])
+            going = [one for one in going if not one.quantized]
         self._weights.drop_cache()
         for one in going:
             self._inputs_given[one] = [replace(one.at, site=site) for site in sites]

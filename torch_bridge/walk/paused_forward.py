@@ -190,6 +190,12 @@ class Scheduler:
         if forward.finished:
             self._passes.remove(forward)
 
+    def end(self, forward: PausedForward) -> None:
+        """End a pass where it is paused."""
+        with self._switched_to(forward):
+            forward.abandon()
+        self._passes.remove(forward)
+
     def pause(self, at: Any) -> None:
         """Pause the running pass, from inside it; outside of any pass do nothing."""
         if self.running is not None:
@@ -199,10 +205,10 @@ class Scheduler:
         """End every pass that has not finished, the latest first, and restore the state before the first pass."""
         while self._passes:
             forward = self._passes[-1]
-            if not forward.finished:
-                with self._switched_to(forward):
-                    forward.abandon()
-            self._passes.pop()
+            if forward.finished:
+                self._passes.pop()
+            else:
+                self.end(forward)
         # an interrupt may have come while one state took the place of another
         self._apply_state(replace(self._current_state(), frame=self._frame, phase=self._phase, visitor=self._visitor))
 

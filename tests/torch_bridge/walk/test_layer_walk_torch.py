@@ -197,6 +197,21 @@ def test_one_float_and_one_quantized_pass(sim: QuantSim) -> None:
     assert calls == {f"{path} float": 4 for path in CALLED} | {f"{path} visit": 3 for path in CALLED}
 
 
+def test_quantized_forwards_end_before_the_last_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1)).eval()
+    sim, calls = calibrated(model, rows(2)[0], w4a8()), Counter[str]()
+    sim.model[3].register_forward_hook(lambda *_: calls.update([sim.runtime.phase]))
+    before = state(sim)["runtime"]
+    with walk_layers(sim, rows(2, 3, 4)) as walk:
+        sites = [layer.site for step in walk for layer in step.layers]
+    assert sites == ["0:weight", "2:weight"]
+    assert calls == {"float": 4}  # the first batch runs once more; those in float tell how long a pass takes
+    assert state(sim)["runtime"] == before
+    sim(rows(2)[0])
+    assert calls["quantize"] == 1
+
+
 class Raises(nn.Module):
     """Does something on a certain batch, in the middle of the model."""
 
