@@ -51,6 +51,12 @@ PYTORCH = (
         "<= 2",
     ),
     Goal(
+        "`quantize` of a decoder of 22 layers, over torch's float export of it",
+        "tracing",
+        ("a decoder of 22 layers", "over_float_export"),
+        "<= 1.5",
+    ),
+    Goal(
         "min-max calibration of MiniLM, float passes",
         "calibration mini_lm",
         ("mini_lm", "batch 16", "min_max"),

@@ -46,6 +46,7 @@ def linear(config: qsdk.QuantConfig) -> qsdk.QuantConfig:
 
 W8A8, W4A16 = qsdk.w8a8(), qsdk.weight_only("int4", block_size=32)
 W4A8, W4A8KV8 = qsdk.w4a8(block_size=32), qsdk.w4a8(block_size=32, kv_cache="int8")
+PER_TENSOR, PER_TOKEN = ({"dynamic_activations": choice} for choice in (True, "token"))
 HEAD = W4A8KV8.override("lm_head:weight", weight="int8")
 ROTATED, ONLINE = "rotate learned", "rotate learned online"
 RECIPES = [
@@ -54,6 +55,11 @@ RECIPES = [
     Recipe("W8A8", W8A8, (ONLINE,)),
     Recipe("W8A8", linear(W8A8)),
     Recipe("W8A8", linear(W8A8), ("rotate online",)),
+    Recipe("W8A8 per tensor", linear(W8A8).override("*", **PER_TENSOR)),
+    Recipe("W8A8 per token", linear(W8A8).override("*", **PER_TOKEN)),
+    Recipe("W4A8KV8 per token", linear(W4A8KV8).override("*", **PER_TOKEN), ("gptq on 32 stories",)),
+    Recipe("W4A8KV8 per token, head 8", linear(HEAD).override("*", **PER_TOKEN), ("rotate", "gptq on 32 stories")),
+    Recipe("W4A8KV8 per token, head 8", linear(HEAD).override("*", **PER_TOKEN), (ROTATED, "gptq on 32 stories")),
     Recipe("W4A16", W4A16),
     Recipe("W4A16", W4A16, ("gptq",)),
     Recipe("W4A8", linear(W4A8), (ONLINE, "gptq")),

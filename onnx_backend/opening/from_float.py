@@ -21,6 +21,7 @@ from onnx_backend.proto.model_io import load, source_name
 from onnx_backend.proto.nodes import lift_constants, node_label
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
+from onnx_backend.qdq.dynamic import require_written
 from onnx_backend.runtime.compare_runs import float_session, unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig
@@ -112,6 +113,7 @@ def open_loaded(
     """
     model, graph, notes = _open_unplanned(model, where, config, example, fold_batch_norm)
     plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
+    require_written(plan.decisions.values())
     return OpenedFloat(model, graph, with_reasons_of_file(plan, notes), notes)
 
 

@@ -1,5 +1,6 @@
 """Sites quantized with a range computed while the model runs: DynamicQuantizeLinear -> DequantizeLinear."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto
@@ -7,6 +8,22 @@ from onnx import ModelProto, NodeProto
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.read import FLOAT32, casts_behind_pairs, type_of_cast
+from qsdk.core.errors import ExportError
+from qsdk.core.planning.plan import Decision
+
+
+def require_written(decisions: Iterable[Decision]) -> None:
+    """Refuse sites with the range of each token, for which ONNX has no quantizer.
+
+    Raises:
+        ExportError: names the first of them, and the remedy.
+    """
+    for decision in decisions:
+        if decision.spec is not None and decision.spec.dynamic == "token":
+            raise ExportError(
+                f"{decision.site} has the range of each token, for which an ONNX file has no quantizer; export the "
+                'module with format="compressed-tensors", or choose dynamic_activations=True (the range of each tensor)'
+            )
 
 
 @dataclass(frozen=True)

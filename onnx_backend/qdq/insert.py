@@ -14,6 +14,7 @@ from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metadata, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
+from onnx_backend.qdq.dynamic import require_written
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
 from onnx_backend.qdq.fusion_barriers import insert_barriers, keep_off_codes
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
@@ -83,6 +84,7 @@ def lower(
         dialect: as for `insert`.
         weights: the values of those stored tensors that the model has only stubs of, by name.
     """
+    require_written(plan.decisions.values())
     model = without_large(marked)
     large = {**as_stored_in(marked), **as_given(model, weights or {})}
     if model.functions:

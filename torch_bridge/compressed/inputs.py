@@ -80,5 +80,8 @@ def _encoding_site(graph: Graph, plan: Plan, tensor: int) -> str | None:
         current = op.inputs[0]
     decision = plan.decisions.get(graph.tensors[current].site or "")
     if decision is not None and (decision.dynamic or decision.tied_dynamically):
+        home = plan.decisions[decision.encoding_site]
+        if home.spec is not None and home.spec.dynamic == "token":
+            return home.site
         raise NoFieldError(f"{decision.site} has a range found while the model runs, as uint8 with a zero point")
     return decision.encoding_site if decision is not None and decision.quantized else None

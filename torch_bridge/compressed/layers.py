@@ -27,7 +27,7 @@ class CompressedLayer:
         weights: what the format says of its weight.
         inputs: what it says of the activation that the layer reads; None where that is float.
         encoding: of the weight.
-        input_encoding: of the activation, or None.
+        input_encoding: of the activation; None where that is float, or has the range of each token.
     """
 
     path: str
@@ -116,8 +116,8 @@ def _layer(
     assert own is not None
     if float_class(module).forward is not nn.Linear.forward or not _is_called(plan, path):
         raise NoFieldError("its input is quantized, but the module that has it is not called as a Linear")
-    inputs = input_arguments(own, encodings[source])
-    return CompressedLayer(path, weights, inputs, encodings[site], encodings[source]), source
+    known = None if own.dynamic else encodings[source]
+    return CompressedLayer(path, weights, input_arguments(own, known), encodings[site], known), source
 
 
 def _is_called(plan: Plan, path: str) -> bool:

@@ -39,13 +39,15 @@ def weight_arguments(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> 
     return {**_number(dtype, encoding), "strategy": "tensor" if axis is None else "channel"}
 
 
-def input_arguments(spec: Spec, encoding: Encoding) -> Arguments:
-    """Return what the format says of the activation that a layer reads.
+def input_arguments(spec: Spec, encoding: Encoding | None) -> Arguments:
+    """Return what the format says of the activation that a layer reads; one with a range per token has no encoding.
 
     Raises:
         NoFieldError: it has no field for the dtype or the granularity.
     """
     dtype = spec.dtype
+    if encoding is None:
+        return {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
     if dtype.name not in (_FLOAT8, "int8", "uint8"):
         raise NoFieldError(f"an activation of {dtype} has no field; int8 and float8e4m3fn have")
     if not isinstance(spec.granularity, PerTensor):

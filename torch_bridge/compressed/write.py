@@ -210,6 +210,8 @@ def _form(layer: CompressedLayer) -> str:
     size = f" of {layer.weights['group_size']}" if "group_size" in layer.weights else ""
     inputs = layer.input_encoding
     read = f", reads {inputs.dtype.name} of scale {inputs.scale[0]:.4g}" if inputs is not None else ""
+    if inputs is None and layer.inputs is not None:
+        read = ", reads int8 with the scale of each token"
     return f"{layer.format}, {layer.weights['strategy']}{size}{read}"
 
 

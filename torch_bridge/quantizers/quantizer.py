@@ -177,7 +177,7 @@ class Quantizer:
             # as in the file, where QuantizeLinear and DequantizeLinear compute in float32 whatever they are given
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
-            return _fake_quantize_dynamic(x)
+            return _fake_quantize_tokens(x) if spec.dynamic == "token" else _fake_quantize_dynamic(x)
         if self.input_observer is not None and not self.input_observer(x):
             return x
         scale, zero_point = self.scale_and_zero_point()
@@ -280,6 +280,14 @@ class Quantizer:
         granularity = self.decision.spec.granularity
         shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
         return shaped.to(x.dtype)
+
+
+def _fake_quantize_tokens(x: Tensor) -> Tensor:
+    """Fake-quantize each row along the last axis with its own range."""
+    if x.numel() == 0 or x.ndim == 0:
+        return x
+    scale = affine.token_scale(x.detach().abs().amax(-1, keepdim=True))
+    return fake_quantize(x, scale, torch.zeros_like(scale), FakeQuantGrid(-128, 127))
 
 
 def _fake_quantize_dynamic(x: Tensor) -> Tensor:

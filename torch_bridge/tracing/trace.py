@@ -29,6 +29,7 @@ from torch_bridge.tracing.export_errors import (
     require_same_outputs,
     require_tensors,
 )
+from torch_bridge.tracing.known_values import known_values_taken
 from torch_bridge.tracing.operator_library import operators_read_once
 from torch_bridge.tracing.weights_by_name import WeightsByName, detach_weights
 
@@ -149,7 +150,7 @@ def _export(
             if eager is not None:
                 require_same_outputs(eager, output_forms(outputs))
             conditions = _conditions(captured, inputs, shapes)
-            with operators_read_once(), single_nodes_decomposed():
+            with operators_read_once(), single_nodes_decomposed(), known_values_taken():
                 program = torch.onnx.export(
                     captured, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, optimize=False, verbose=False
                 )

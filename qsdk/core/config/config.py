@@ -18,6 +18,7 @@ from qsdk.core.config.rules import (
     TensorDType,
     make_rule,
     require_cache_scales,
+    require_dynamic,
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
@@ -32,6 +33,7 @@ from qsdk.core.numerics.dtypes import (
     uint16,
     weight_type_named,
 )
+from qsdk.core.numerics.spec import Dynamic
 from qsdk.core.patterns.terms import Pattern
 from qsdk.core.report import Report
 from qsdk.core.site import matches
@@ -56,7 +58,8 @@ class QuantConfig:
         symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only.
         symmetric_activations: fixes the zero points of activations.
         dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
-            (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float.
+            (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float. "token": int8 without
+            zero points, with the range of each row along the last axis, for folders that vLLM reads.
         per_channel_activations: one scale per channel, the last axis, for the activations that nothing reads but sums
             and layer normalizations; all others keep one scale. A transformer's residual sums have channels a hundred
             times larger than the rest.
@@ -104,7 +107,7 @@ class QuantConfig:
     supergroup: bool = True
     supergroups: tuple[str, ...] | None = None
     hardware: str | None = None
-    dynamic_activations: bool = False
+    dynamic_activations: Dynamic = False
     two_level_scales: bool = False
     per_channel_activations: bool = False
     only_linear: bool = False
@@ -118,6 +121,7 @@ class QuantConfig:
             named = getattr(self, choice)
             object.__setattr__(self, choice, None if named is None else dtype_named(named))
         require_cache_scales(self.kv_cache_scales, "config")
+        require_dynamic(self.dynamic_activations, "config")
 
     def __str__(self) -> str:
         """Return the dtypes, what differs from the defaults, the rules, and what became of a foreign file's keys."""
@@ -146,7 +150,7 @@ class QuantConfig:
         per_channel: bool | None = None,
         symmetric_weights: bool | None = None,
         symmetric_activations: bool | None = None,
-        dynamic_activations: bool | None = None,
+        dynamic_activations: Dynamic | None = None,
         per_channel_activations: bool | None = None,
         two_level_scales: bool | None = None,
         fixed_range: FixedRange | None = None,
@@ -174,7 +178,7 @@ class QuantConfig:
             per_channel: False for one scale per weight tensor, where a chip has no scales per channel.
             symmetric_weights: False for zero points in weights; helps where all weights have one sign.
             symmetric_activations: True where a chip has no zero points; costs accuracy on lopsided ranges.
-            dynamic_activations: True for ranges found while the model runs: no calibration data, slower.
+            dynamic_activations: True for ranges found while the model runs, with no data; "token" in folders for vLLM.
             per_channel_activations: True for transformers whose residual sums have outlier channels.
             two_level_scales: True to store block scales as small integers times one scale per channel (LPBQ).
             fixed_range: `(low, high)` known beforehand; "observed" to calibrate ops such as Softmax too.

@@ -103,6 +103,11 @@ _SHAPE = JsonType(
 _TENSOR_DTYPE = JsonType(
     {"enum": list(TENSOR_DTYPES)}, f"one of {', '.join(TENSOR_DTYPES)}", lambda value: value in TENSOR_DTYPES
 )
+_DYNAMIC = JsonType(
+    {"enum": [True, False, "token"]},
+    'true, false or "token"',
+    lambda value: type(value) is bool or value == "token",
+)
 _CACHE_SCALES = JsonType(
     {"enum": list(get_args(CacheScales))},
     f"one of {', '.join(get_args(CacheScales))}",
@@ -119,7 +124,7 @@ _LAYERS = JsonType(
 _POWER_OF_TWO = "power_of_two"  # the name of scale_bits = 1 in older files
 
 _FLAGS = (
-    *("per_channel", "symmetric_weights", "symmetric_activations", "dynamic_activations"),
+    *("per_channel", "symmetric_weights", "symmetric_activations"),
     *("per_channel_activations", "two_level_scales", "tie", "supergroup"),
 )
 _CHOICE_TYPES = MappingProxyType(
@@ -129,6 +134,7 @@ _CHOICE_TYPES = MappingProxyType(
         "kv_cache_scales": _CACHE_SCALES,
         **dict.fromkeys(("block_size", "scale_bits"), _COUNT),
         **dict.fromkeys(_FLAGS, _FLAG),
+        "dynamic_activations": _DYNAMIC,
         "fixed_range": _RANGE,
     }
 )

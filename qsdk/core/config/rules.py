@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, int32, weight_type_named
+from qsdk.core.numerics.spec import Dynamic
 from qsdk.core.site import names_of, without_calls
 
 Shape = tuple[int | str | None, ...]
@@ -70,7 +71,7 @@ class Rule:
         per_channel: one weight scale per output channel.
         symmetric_weights: fixes the zero points of weights.
         symmetric_activations: fixes the zero points of activations.
-        dynamic_activations: activations have the range of each tensor, found while the model runs.
+        dynamic_activations: activations have the range of each tensor, or "token", found while the model runs.
         per_channel_activations: one scale per channel where only sums and layer normalizations read.
         two_level_scales: block scales are small integers times one scale per channel.
         fixed_range: `(low, high)` whatever the data, or "observed" where an op type has one of its own.
@@ -96,7 +97,7 @@ class Rule:
     per_channel: bool | None = None
     symmetric_weights: bool | None = None
     symmetric_activations: bool | None = None
-    dynamic_activations: bool | None = None
+    dynamic_activations: Dynamic | None = None
     per_channel_activations: bool | None = None
     two_level_scales: bool | None = None
     fixed_range: FixedRange | None = None
@@ -201,6 +202,7 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
     if "shape" in given:
         given["shape"] = tuple(given["shape"])
     require_cache_scales(given.get("kv_cache_scales"), f"rule {pattern!r}")
+    require_dynamic(given.get("dynamic_activations"), f"rule {pattern!r}")
     if "tensor_dtype" in given:
         given["tensor_dtype"] = _tensor_dtype(given["tensor_dtype"], pattern)
     if "fixed_range" in given:
@@ -226,6 +228,16 @@ def require_cache_scales(given: str | None, where: str) -> None:
     """
     if given is not None and given not in get_args(CacheScales):
         raise ConfigError(f"kv_cache_scales={given!r} ({where}) is none of {', '.join(get_args(CacheScales))}")
+
+
+def require_dynamic(given: object, where: str) -> None:
+    """Raise an error for a choice of dynamic activations that does not exist.
+
+    Raises:
+        ConfigError: names the choice and `where`.
+    """
+    if given is not None and given != "token" and type(given) is not bool:
+        raise ConfigError(f"dynamic_activations={given!r} ({where}) is none of True, False, 'token'")
 
 
 def as_fixed_range(given: Any, where: str = "") -> FixedRange:

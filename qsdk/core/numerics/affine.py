@@ -48,6 +48,15 @@ def dynamic_parameters(low: Any, high: Any) -> tuple[Any, Any]:
     return scale, (-low / scale).clip(0, 255).round()
 
 
+def token_scale(peak: Any) -> Any:
+    """Return the scale of int8 for rows with these largest absolute values, as compressed-tensors does.
+
+    127.5 steps reach the largest value, which is clipped to 127. A row of zeros has the scale 1.
+    """
+    scale = peak / 127.5
+    return scale + (scale == 0)
+
+
 def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) -> Any:
     """Fake-quantize x to a float8 or float4: divide, saturate to the largest finite value, cast, multiply.
 

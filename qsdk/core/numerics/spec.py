@@ -38,6 +38,8 @@ class PerBlock:
 
 
 Granularity = PerTensor | PerChannel | PerBlock
+#: whether ranges are found while the model runs: for each tensor (True), or for each row along the last axis
+Dynamic = bool | Literal["token"]
 
 
 def axis_of(granularity: Granularity) -> int | None:
@@ -63,7 +65,8 @@ class Spec:
         scale_dtype: the type that holds the scales of symmetric blocks; None for float32. `float8e8m0`: powers of two
             (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one
             float32 per channel (AIMET's LPBQ), for integers of up to 4 bits; `uint8`: 1 to 256 times one, for others.
-        dynamic: the range of each tensor is found while the model runs; there is no encoding.
+        dynamic: the range of each tensor, or of each row along the last axis ("token"), is found while the model runs;
+            there is no encoding.
     """
 
     dtype: DType
@@ -72,7 +75,7 @@ class Spec:
     scale_bits: int | None = None
     fixed_range: tuple[float, float] | None = None
     scale_dtype: DType | None = None
-    dynamic: bool = False
+    dynamic: Dynamic = False
 
     def __post_init__(self) -> None:
         if self.dtype.kind == "scale":
@@ -85,11 +88,8 @@ class Spec:
             raise ConfigError(f"scale_bits={self.scale_bits} is no number of digits of a float32; give 1 to 24")
         if self.scale_dtype is not None:
             self._require_block_scales(self.scale_dtype)
-        if self.dynamic and (self.dtype != uint8 or self.symmetric or self.granularity != PerTensor()):
-            wanted = f"{'symmetric ' if self.symmetric else ''}{self.dtype} {self.granularity}"
-            raise ConfigError(
-                f"a dynamic activation is asymmetric uint8 per tensor (DynamicQuantizeLinear), not {wanted}"
-            )
+        if self.dynamic:
+            self._require_dynamic()
 
     @property
     def scales_are_free(self) -> bool:
@@ -100,6 +100,13 @@ class Spec:
     def scales_are_fine(self) -> bool:
         """Return whether scales can be learned in small steps: those of the narrow floats can, powers of two cannot."""
         return self.scale_dtype is None and (self.scale_bits is None or self.scale_bits >= min(_DIGITS.values()))
+
+    def _require_dynamic(self) -> None:
+        found = f"{'' if self.symmetric else 'a'}symmetric {self.dtype} {self.granularity}"
+        wanted = "symmetric int8 per tensor" if self.dynamic == "token" else "asymmetric uint8 per tensor"
+        if found != wanted:
+            named = "symmetric int8 per token" if self.dynamic == "token" else f"{wanted} (DynamicQuantizeLinear)"
+            raise ConfigError(f"a dynamic activation is {named}, not {found}")
 
     def _require_block_scales(self, scale_dtype: DType) -> None:
         if scale_dtype not in (float8e8m0, float8e4m3fn, uint4, uint8):

@@ -6,7 +6,8 @@ from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
+from qsdk.core.numerics.dtypes import DType, int8, uint8
+from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.choices import ResolvedConfig
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.plan import BY_CALIBRATION, Decision
@@ -185,10 +186,16 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     granularity = _granularity(context, tensor, op) if per_channel else PerTensor()
     spec = Spec(dtype, granularity, symmetric, scale_digits(wanted.scale_bits, facts.dtype), fixed)
     if wanted.dynamic_activations:
-        spec = Spec(dtype, PerTensor(), symmetric, dynamic=True)
+        spec = _dynamic_spec(wanted.dynamic_activations, dtype, symmetric)
     missed = context.near_misses.get(op) if op is not None and group is None else None
     reason = op_type if missed is None else f"{op_type} ({missed})"
     return replace(bare, spec=spec, reason=reason if group is None else group.name, rule=rule)
+
+
+def _dynamic_spec(dynamic: Dynamic, dtype: DType, symmetric: bool) -> Spec:
+    if dynamic == "token":  # the one form that runtimes have: signed, without zero points
+        dtype, symmetric = int8 if dtype == uint8 else dtype, True
+    return Spec(dtype, PerTensor(), symmetric, dynamic=dynamic)
 
 
 def _granularity(context: PlanningContext, tensor: int, op: int | None) -> Granularity:

@@ -98,7 +98,7 @@ def _reason(decision: Decision) -> str:
 
 def _granularity(decision: Decision) -> str:
     if decision.dynamic:
-        return "per tensor, dynamic"
+        return f"per {'token' if decision.spec is not None and decision.spec.dynamic == 'token' else 'tensor'}, dynamic"
     return str(decision.spec.granularity) if decision.spec is not None and decision.quantized else ""
 
 

@@ -50,7 +50,7 @@ class Decision:
     @property
     def dynamic(self) -> bool:
         """Return whether the site is quantized with a range found while the model runs."""
-        return self.spec is not None and self.spec.dynamic
+        return self.spec is not None and bool(self.spec.dynamic)
 
     @property
     def tied_dynamically(self) -> bool:

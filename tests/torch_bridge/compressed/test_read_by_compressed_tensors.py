@@ -40,6 +40,8 @@ CONFIGS = {
     "w8a8": (qsdk.w8a8(), "int-quantized"),
     "w8a8 with zero points": (qsdk.w8a8().override("*", symmetric_weights=False), "int-quantized"),
     "w4a8": (qsdk.w4a8(block_size=32), "int-quantized"),
+    "w8a8 per token": (qsdk.w8a8().override("*", dynamic_activations="token"), "int-quantized"),
+    "w4a8 per token": (qsdk.w4a8(block_size=32).override("*", dynamic_activations="token"), "int-quantized"),
     "w4a16": (qsdk.w4a16(block_size=32), "pack-quantized"),
     "float8": (QuantConfig(weight="float8e4m3fn", activation="float8e4m3fn"), "float-quantized"),
     "float8 per tensor": (
@@ -48,6 +50,9 @@ CONFIGS = {
     ),
     "float8 weights": (qsdk.weight_only("float8e4m3fn"), "float-quantized"),
 }
+
+
+_OTHERS = ("w4a8", "float8", "w8a8 per token", "w4a8 per token")
 
 
 def ids(*, seed: int = 1) -> torch.Tensor:
@@ -176,7 +181,7 @@ def test_transformers_computes_with_the_weights_of_the_sim(name: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["w8a8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("w4a8", "float8"))])
+@pytest.mark.parametrize("name", ["w8a8", *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)])
 def test_transformers_quantizes_activations_as_the_sim_does(name: str, tmp_path: Path):
     sim = sim_of(llama(), CONFIGS[name][0])
     qsdk.export(sim, tmp_path, format="compressed-tensors")

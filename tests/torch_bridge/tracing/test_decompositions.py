@@ -50,6 +50,15 @@ class Written(nn.Module):
         return y + 1
 
 
+class Mixed(nn.Module):
+    """Operands of several dtypes, which the exporter casts, and what follows from them."""
+
+    def forward(self, x):
+        whole, half = (x * 4).to(torch.int32), x.to(torch.float16)
+        mean = (whole + half).float() / whole.clamp(min=1)
+        return mean * whole[:, :1] + torch.where(whole > 2, half, x), torch.pow(2, whole) * 0.5 - mean
+
+
 def decoder():
     config = LlamaConfig(
         num_hidden_layers=1,
@@ -66,6 +75,7 @@ def decoder():
 MODELS = {
     "composed": (Composed, lambda: torch.randn(3, 8)),
     "in place": (InPlace, lambda: torch.randn(2, 3, 5, 5)),
+    "mixed": (Mixed, lambda: torch.randn(3, 4)),
     "view": (Written, lambda: torch.randn(2, 3)),
     "convolutions": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten()),
@@ -127,6 +137,19 @@ def test_single_nodes_give_the_graph_of_torchs_own_way(name, monkeypatch):
     monkeypatch.setattr(trace, "single_nodes_decomposed", nullcontext)
     assert singly == computations(traced(model, given, monkeypatch))
     assert singly[1]  # marks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_values_that_are_known_give_the_graph_of_torchs_own_way(name, monkeypatch):
+    make, example = MODELS[name]
+    torch.manual_seed(0)
+    model, given = make().eval(), example()
+    taken = traced(model, given, monkeypatch)
+    monkeypatch.setattr(trace, "known_values_taken", nullcontext)
+    assert taken == traced(model, given, monkeypatch)
+    casts = [node for node in onnx.load_from_string(taken).graph.node if node.op_type == "Cast"]
+    assert name != "mixed" or len(casts) > 4  # promoted
 
 
 class SplitAt(nn.Module):
