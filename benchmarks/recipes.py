@@ -3,7 +3,8 @@
 A table in Markdown. Calibrated by min-max on 8 other stories that the float model told; `on 32 stories` gives
 32 more to a verb. `all` quantizes every tensor, as a chip of integers needs it; `linear` quantizes what linear layers
 read, and the cache's keys and values, as servers of language models do (`only_linear=True`). `online` and `learned` are
-options of `qsdk.rotate`. `head 8` leaves the last layer, which has the words' table, 8 bits. `python
+options of `qsdk.rotate`. `per token` and `per tensor` find ranges while the model runs (`dynamic_activations`). `head
+8` leaves the last layer, which has the words' table, 8 bits; `zero points` gives weights theirs. `python
 benchmarks/recipes.py "W4A8KV8, head 8"` runs the recipes of one name. Target: W4A8KV8 within 3 % of float.
 """
 
@@ -44,10 +45,14 @@ def linear(config: qsdk.QuantConfig) -> qsdk.QuantConfig:
     return replace(config, only_linear=True)
 
 
+def per_token(config: qsdk.QuantConfig) -> qsdk.QuantConfig:
+    return config.override("*", dynamic_activations="token")
+
+
 W8A8, W4A16 = qsdk.w8a8(), qsdk.weight_only("int4", block_size=32)
 W4A8, W4A8KV8 = qsdk.w4a8(block_size=32), qsdk.w4a8(block_size=32, kv_cache="int8")
-PER_TENSOR, PER_TOKEN = ({"dynamic_activations": choice} for choice in (True, "token"))
 HEAD = W4A8KV8.override("lm_head:weight", weight="int8")
+ZERO_POINTS = HEAD.override("*", symmetric_weights=False)
 ROTATED, ONLINE = "rotate learned", "rotate learned online"
 RECIPES = [
     Recipe("W8A8", W8A8),
@@ -55,11 +60,10 @@ RECIPES = [
     Recipe("W8A8", W8A8, (ONLINE,)),
     Recipe("W8A8", linear(W8A8)),
     Recipe("W8A8", linear(W8A8), ("rotate online",)),
-    Recipe("W8A8 per tensor", linear(W8A8).override("*", **PER_TENSOR)),
-    Recipe("W8A8 per token", linear(W8A8).override("*", **PER_TOKEN)),
-    Recipe("W4A8KV8 per token", linear(W4A8KV8).override("*", **PER_TOKEN), ("gptq on 32 stories",)),
-    Recipe("W4A8KV8 per token, head 8", linear(HEAD).override("*", **PER_TOKEN), ("rotate", "gptq on 32 stories")),
-    Recipe("W4A8KV8 per token, head 8", linear(HEAD).override("*", **PER_TOKEN), (ROTATED, "gptq on 32 stories")),
+    Recipe("W8A8 per tensor", linear(W8A8).override("*", dynamic_activations=True)),
+    Recipe("W8A8 per token", per_token(linear(W8A8))),
+    Recipe("W4A8KV8 per token", per_token(linear(W4A8KV8)), ("gptq on 32 stories",)),
+    Recipe("W4A8KV8 per token, head 8", per_token(linear(HEAD)), (ROTATED, "gptq on 32 stories")),
     Recipe("W4A16", W4A16),
     Recipe("W4A16", W4A16, ("gptq",)),
     Recipe("W4A8", linear(W4A8), (ONLINE, "gptq")),
@@ -70,6 +74,8 @@ RECIPES = [
     Recipe("W4A8KV8, head 8", linear(HEAD)),
     Recipe("W4A8KV8, head 8", linear(HEAD), (ONLINE,)),
     Recipe("W4A8KV8, head 8", linear(HEAD), (ONLINE, "gptq on 32 stories")),
+    Recipe("W4A8KV8, zero points, head 8", linear(ZERO_POINTS), (ONLINE, "gptq on 32 stories")),
+    Recipe("W4A8KV8 per token, zero points, head 8", per_token(linear(ZERO_POINTS)), (ROTATED, "gptq on 32 stories")),
     Recipe("W4A8KV8", W4A8KV8, (ROTATED, "gptq")),
     Recipe("W4A8KV8, head 8", HEAD, (ONLINE, "gptq on 32 stories")),
 ]
