@@ -173,3 +173,20 @@ def test_a_cache_holds_turned_values_if_it_gives_them_as_it_takes_them(leaves: s
     assert stream.cached is (leaves != "as a window")
     (stays,) = find_streams(graph, lambda norm: None, caches_stay="it stays")
     assert stays.blocked == ("it stays" if not reason else stream.blocked)
+
+
+def test_a_residual_stream_that_comes_in_and_leaves_is_no_cache() -> None:
+    rng = np.random.default_rng(0)
+    stored = {name: rng.normal(size=(8, 8)).astype("f") for name in ("w1", "w2")}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h"], "first"),
+        helper.make_node("Concat", ["prefix", "h"], ["stream"], "join", axis=1),
+        helper.make_node("LayerNormalization", ["stream", "gain"], ["normed"], "norm", axis=-1),
+        helper.make_node("MatMul", ["normed", "w2"], ["y"], "second"),
+    ]
+    stored["gain"] = np.ones(8, np.float32)
+    inputs = {"x": [1, "t", 8], "prefix": [1, "p", 8]}
+    model = make_model(nodes, inputs, {"y": [1, "p + t", 8], "stream": [1, "p + t", 8]}, stored)
+    (stream,) = find_streams(qsdk.quantize(model, None, qsdk.w8a8()).graph, lambda norm: None)
+    assert "leaves the model" in stream.blocked
+    assert not stream.cached

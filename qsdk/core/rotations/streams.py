@@ -33,6 +33,7 @@ from qsdk.core.scaling.propagation import Propagation
 #: returns the gain of a norm; None where it has none
 Gains = Callable[[NormOp], npt.NDArray[np.float64] | None]
 
+_VALUES = "attention values"
 _BEFORE_SOFTMAX = 6  # ops between a softmax and the product with the values
 
 
@@ -103,7 +104,8 @@ def find_streams(graph: Graph, gains: Gains, *, caches_stay: str = "") -> list[S
         size = (graph.tensors[seed].shape or (None,))[-1]
         if seed in seen or not isinstance(size, int) or size < 2:
             continue
-        stream = _Growing(graph, norms, gains, cached, kind, size).grow(seed)
+        caches = cached if kind == _VALUES else {}  # a residual stream that comes in and leaves belongs to the user
+        stream = _Growing(graph, norms, gains, caches, kind, size).grow(seed)
         seen |= set(stream.members)
         if stream.cached and caches_stay:
             stream = replace(stream, blocked=stream.blocked or caches_stay)
@@ -118,7 +120,7 @@ def _seeds(graph: Graph, norms: Mapping[int, NormOp]) -> Iterator[tuple[str, int
     for op in graph.ops:
         computed = [t for t in op.inputs if t is not None and graph.origin(t) is None]
         if op.type == "MatMul" and len(computed) == 2 and _is_softmax(graph, computed[0]):
-            yield "attention values", op.outputs[0]
+            yield _VALUES, op.outputs[0]
 
 
 def _is_softmax(graph: Graph, tensor: int) -> bool:
