@@ -211,8 +211,12 @@ def test_what_scales_are_confined_to_is_read_off_them(spec: Spec):
         ),
         ({"dtype": int4, "granularity": BLOCKS, "scale_dtype": int8}, "int8 cannot hold scales; choose float8e8m0"),
         ({"dtype": uint8, "dynamic": True}, "asymmetric uint8 per tensor .*, not symmetric uint8 per tensor"),
-        ({"dtype": DTYPES["uint16"], "symmetric": False, "dynamic": True}, "not uint16 per tensor"),
-        ({"dtype": uint8, "granularity": PerChannel(1), "symmetric": False, "dynamic": True}, "not uint8 per channel"),
+        ({"dtype": DTYPES["uint16"], "symmetric": False, "dynamic": True}, "not asymmetric uint16 per tensor"),
+        (
+            {"dtype": uint8, "granularity": PerChannel(1), "symmetric": False, "dynamic": True},
+            "not asymmetric uint8 per channel",
+        ),
+        ({"dtype": uint8, "dynamic": "token"}, "symmetric int8 per token, not symmetric uint8 per tensor"),
         ({"dtype": float16, "dynamic": True}, "not symmetric float16"),
     ],
 )
