@@ -133,11 +133,13 @@ def _bar_over(steps: Sequence[Step], lowers: bool, smaller: bool, *, show: bool)
 def _walk(path: Path, steps: Sequence[Step], budgets: _Budgets) -> None:
     """Take the steps until the metric is within its budget, and raise sites if it is not then."""
     unshifted: Place | None = None
-    for step in steps:
+    for at, step in enumerate(steps):
         if path.reference - path.now <= budgets.max_drop:
             return
         if step.rounds and unshifted is not None and not step.why_not(path.sim):
             if path.misses_with_float_weights(unshifted, budgets.max_drop):
+                for _ in steps[at:]:
+                    path.bar.done()
                 break
             unshifted = None  # asked once
         if step.verb is seq_mse:

@@ -3,6 +3,7 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
+import torch
 from foreign_models import by_onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
@@ -51,11 +52,33 @@ def as_written(model):
     return ort.InferenceSession(model.SerializeToString(), options).run(None, {"x": X})
 
 
+def rounded_everywhere(model):
+    """Both outputs, every result of the part rounded to float16, as the standard has it."""
+
+    def on_grid(x):
+        codes = np.clip(np.rint(x / np.float32(0.05)) + 128, 0, 255)
+        return ((codes - 128) * np.float32(0.05)).astype(np.float32)
+
+    def rounded(x):
+        return x.astype(np.float16).astype(np.float32)
+
+    half = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    wide = {name: value.astype(np.float32) for name, value in half.items()}
+    a = rounded(rounded(rounded(on_grid(X)) @ wide["w"]) + wide["b"])
+    erf = rounded(torch.erf(torch.from_numpy(rounded(a / wide["root"]))).numpy())
+    y = rounded(rounded(a * rounded(erf + wide["one"])) * wide["half"])
+    return y, on_grid(y)
+
+
 def test_a_float16_part_is_computed_as_it_is_written():
+    """An ordinary session rounds less often: a fifth of its results are other ones."""
     model = with_float16_part()
     sim = qsdk.quantize(model, None, None)
-    for got, wanted in zip(sim.run(X), as_written(model), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    found = list(zip(sim.run(X), rounded_everywhere(model), strict=True))
+    for got, wanted in found:
+        assert np.mean(got == wanted) > 0.98  # sums of another order are rounded to the other side now and then
+    ordinary = ort.InferenceSession(model.SerializeToString()).run(None, {"x": X})
+    assert np.mean(ordinary[0] == found[0][1]) < 0.9
 
 
 def test_a_pair_of_casts_is_no_float16_part():
