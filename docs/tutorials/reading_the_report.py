@@ -49,7 +49,7 @@ print(report.summary["sentence"])
 # - **a file 5.6 times smaller than in float32**: codes, scales, what stays float, and the nodes.
 # - **8.9 dB above their noise** (SQNR): how far the outputs are from the float network. 20 dB means that the error is a tenth of the
 #   signal, 40 dB a hundredth. Higher is better. 8.9 dB is about a third, which is a lot.
-# - **6 of 29 layers cause 80 %**: the good news. We need not repair everything.
+# - **4 of 29 layers cause 80 %**: the good news. We need not repair everything.
 #
 # ## Which layers?
 #
@@ -69,7 +69,7 @@ for row in worst:
     )
 
 # %% [markdown]
-# The first layer and the last cause about half of the noise, and hold hardly any of the bytes. That is typical:
+# The first layer and the last cause about two thirds of the noise, and hold hardly any of the bytes. That is typical:
 # they are small, and everything passes through them. This is the best case, since more bits for them cost nothing.
 #
 # ## Why this layer?
