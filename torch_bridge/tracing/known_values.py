@@ -30,14 +30,12 @@ def known_values_taken() -> Iterator[None]:
     whole = interpreter.run_node
 
     def run_node(self: Any, node: fx.Node) -> Any:
-        known = node.meta.get("val")
-        if node.op != "call_function" or known is None:
+        if node.op != "call_function" or node.meta.get("val") is None:
             return whole(self, node)
         with self._set_current_node(node):
             if rule := rule_of(node, self.type_promotion_table):
                 self._maybe_promote_node(node, rule)
-        # a node that was changed has been run, and has a value of its own since
-        return known if node.meta["val"] is known else fx.Interpreter.run_node(self, node)
+        return node.meta["val"]  # a node that was changed has been run, and has a new one since
 
     interpreter.run_node = run_node
     try:
