@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of, scales_of
 
 from qsdk.algorithms.solvers import adaround, seq_mse
-from qsdk.algorithms.solvers.rounding import Objective, WeightGrid, coordinate_descent, damp, error_feedback
+from qsdk.algorithms.solvers.rounding import (
+    ErrorFeedback,
+    Objective,
+    WeightGrid,
+    coordinate_descent,
+    damp,
+    order_by_diagonal,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
 from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
@@ -120,9 +127,14 @@ def _columns(k: int, rows: int) -> tuple[Objective, WeightGrid]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, k, generator=generator)
     weight = 3 * torch.randn(1, k, rows, generator=generator)
-    objective = Objective(weight, damp((x.T @ x)[None], 0.01), 10 * torch.randn(1, k, rows, generator=generator))
+    linear = 10 * torch.randn(1, k, rows, generator=generator)
+    objective = Objective.of_terms(weight, damp((x.T @ x)[None], 0.01), linear)
     scale = 0.5 + torch.rand(1, k, rows, generator=generator)
     return objective, WeightGrid(scale, torch.full_like(scale, -4), torch.full_like(scale, 3))
+
+
+def _feedback(objective: Objective) -> ErrorFeedback:
+    return ErrorFeedback.of(objective, order_by_diagonal(objective.h))
 
 
 @pytest.mark.spread(1)
@@ -130,7 +142,7 @@ def _columns(k: int, rows: int) -> tuple[Objective, WeightGrid]:
 def test_descent_never_raises_the_objective_and_ends_where_no_move_pays(near: bool) -> None:
     objective, grid = _columns(200, 5)  # more columns than one block
     grid = grid.around(objective.weight) if near else grid
-    codes = error_feedback(objective, grid)
+    codes = _feedback(objective).round(grid)[0]
     sweeps = [coordinate_descent(objective, grid, codes, n) for n in (0, 1, 2, 100)]
     assert torch.equal(sweeps[0], codes)
     values = [objective(each * grid.scale) for each in sweeps]
@@ -148,12 +160,22 @@ def test_feedback_settles_diagonal_problems_at_once() -> None:
     weight, linear = torch.tensor([[[0.2], [0.7], [1.0]]]), torch.tensor([[[0.0], [0.3], [-1.2]]])
     grid = WeightGrid(torch.ones_like(weight), torch.full_like(weight, -2), torch.full_like(weight, 1))
     # the best weights are 0.2, 0.4 and 1.6, which the grid does not reach
-    assert error_feedback(Objective(weight, h, linear), grid).flatten().tolist() == [0, 0, 1]
+    assert _feedback(Objective.of_terms(weight, h, linear)).round(grid)[0].flatten().tolist() == [0, 0, 1]
 
 
 def test_the_size_of_blocks_of_columns_changes_nothing() -> None:
     objective, grid = _columns(60, 4)
-    assert torch.equal(error_feedback(objective, grid, block_size=7), error_feedback(objective, grid, block_size=60))
+    small, whole = (_feedback(objective).round(grid, size)[0] for size in (7, 60))
+    assert torch.equal(small, whole)
+
+
+def test_feedback_gives_the_error_above_that_of_the_optimum() -> None:
+    objective, grid = _columns(60, 4)
+    codes, errors = _feedback(objective).round(grid)
+    objective = Objective(*(x.double() for x in (objective.weight, objective.h, objective.linear, objective.optimum)))
+    wanted = objective(codes * grid.scale) - objective(objective.optimum)
+    torch.testing.assert_close(errors.double(), wanted, rtol=1e-4, atol=0)
+    assert (objective(objective.optimum) < objective(objective.weight)).all()
 
 
 @pytest.mark.slow

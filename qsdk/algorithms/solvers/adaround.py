@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers import relaxation
+from qsdk.algorithms.solvers.evidence import Evidence, keep_nearest
 from qsdk.algorithms.solvers.on_torch import on_torch
 from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.rounding import (
     SIDE_BY_SIDE,
-    Evidence,
+    ErrorFeedback,
     Objective,
     WeightGrid,
     coordinate_descent,
-    error_feedback,
-    keep_nearest,
     order_by_diagonal,
 )
 from qsdk.algorithms.solvers.slabs import solve_in_slabs
@@ -100,8 +99,10 @@ def _solve(
     else:
         codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
     rounded = (codes * grid.scale).mT
-    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
-    return evidence.solution(problem.encoding, rounded, plain)
+    errors, errors_of_plain = evidence.errors(rounded), evidence.errors(plain)
+    worse = errors.worse(errors_of_plain)
+    rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
+    return evidence.solution(problem.encoding, rounded, plain, (errors, errors_of_plain))
 
 
 def _choices(problem: LayerProblem) -> tuple[WeightGrid, Tensor]:
@@ -155,13 +156,14 @@ def _fast(objective: Objective, grid: WeightGrid, sweeps: int, starts: int) -> T
     for some in torch.split(orders, max(SIDE_BY_SIDE // weights, 1)):
         several = objective.repeated(len(some))
         grids = WeightGrid.concatenate([grid] * len(some))
-        result = coordinate_descent(several, grids, error_feedback(several, grids, order=some.flatten(0, 1)), sweeps)
+        codes, _ = ErrorFeedback.of(several, some.flatten(0, 1)).round(grids)
+        result = coordinate_descent(several, grids, codes, sweeps)
         errors = several(result * grids.scale)
-        for codes, error in zip(result.chunk(len(some)), errors.chunk(len(some)), strict=True):
+        for found, error in zip(result.chunk(len(some)), errors.chunk(len(some)), strict=True):
             if best is None or lowest is None:
-                best, lowest = codes, error
+                best, lowest = found, error
             else:
-                best = torch.where((error < lowest)[:, None], codes, best)
+                best = torch.where((error < lowest)[:, None], found, best)
                 lowest = torch.minimum(error, lowest)
     assert best is not None
     return best

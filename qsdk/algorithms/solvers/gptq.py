@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qsdk.algorithms.solvers.evidence import Evidence, keep_nearest
 from qsdk.algorithms.solvers.on_torch import cells_of_weights
 from qsdk.algorithms.solvers.rounding import (
     BLOCK,
     SIDE_BY_SIDE,
-    Evidence,
+    ErrorFeedback,
     Objective,
     WeightGrid,
     coordinate_descent,
-    error_feedback,
-    keep_nearest,
     order_by_diagonal,
 )
 from qsdk.algorithms.solvers.slabs import solve_in_slabs
@@ -93,14 +92,17 @@ def _solve(
     order = order if act_order else order.sort(-1).values
 
     cells = cells_of_weights(problem, problem.encoding)
-    factors, grid, codes = _search_scales(problem, objective, order, cells, tried, block_size)
+    factors, grid, codes = _search_scales(problem, ErrorFeedback.of(objective, order), cells, tried, block_size)
     fixed = WeightGrid.of(problem, problem.encoding)
     rounded, result = _descend(objective, (fixed, grid), codes, sweeps)
     plain = (fixed.nearest(objective.weight) * fixed.scale).mT
-    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
-    factors[evidence.worse(result, rounded, units_of(cells))] = 1
-    encoding = _scale_encoding(problem, factors, cells)
-    return evidence.solution(encoding, torch.where((factors != 1)[..., None], result, rounded), plain)
+    errors, errors_of_result, errors_of_plain = (evidence.errors(found) for found in (rounded, result, plain))
+    worse = errors.worse(errors_of_plain)
+    rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
+    factors[errors_of_result.worse(errors, units_of(cells))] = 1
+    scaled, encoding = factors != 1, _scale_encoding(problem, factors, cells)
+    rounded, errors = torch.where(scaled[..., None], result, rounded), errors_of_result.where(scaled, errors)
+    return evidence.solution(encoding, rounded, plain, (errors, errors_of_plain))
 
 
 def _descend(
@@ -150,8 +152,7 @@ def units_of(cells: Tensor) -> Tensor:
 
 def _search_scales(
     problem: LayerProblem,
-    objective: Objective,
-    order: Tensor,
+    feedback: ErrorFeedback,
     cells: Tensor,
     factors: Sequence[float],
     block_size: int,
@@ -168,20 +169,20 @@ def _search_scales(
         return WeightGrid.of(problem, _scale_encoding(problem, scaled, cells))
 
     search, first = _Search(unit), None
-    side = max(SIDE_BY_SIDE // objective.weight.numel(), 1)
+    side = max(SIDE_BY_SIDE // feedback.best.numel(), 1)
     for some in (factors[start : start + side] for start in range(0, len(factors), side)):
         grids = [grid_of(factor) for factor in some]
-        beside = WeightGrid.concatenate(grids, 2)
-        codes = error_feedback(objective, beside, order=order, block_size=block_size)
-        errors = objective.beside(len(some))(codes * beside.scale).chunk(len(some), 1)
-        first = codes.chunk(len(some), 2)[0] if first is None else first
-        for found in zip(some, grids, codes.chunk(len(some), 2), errors, strict=True):
+        codes, errors = (
+            parts.chunk(len(some), -1) for parts in feedback.round(WeightGrid.concatenate(grids, 2), block_size)
+        )
+        first = codes[0] if first is None else first
+        for found in zip(some, grids, codes, errors, strict=True):
             search.add(*found)
     assert first is not None
     grid = WeightGrid.of(problem, _scale_encoding(problem, search.factors, cells))
     # rows are independent, unless the scales that their spec can store depend on all of them
     same = torch.equal(grid.scale, search.scale)
-    result = search.codes if same else error_feedback(objective, grid, order=order, block_size=block_size)
+    result = search.codes if same else feedback.round(grid, block_size)[0]
     return search.factors, grid, (first, result)
 
 

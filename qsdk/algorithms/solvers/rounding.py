@@ -6,21 +6,19 @@ rows], so that the column of one input is contiguous, and works on any number of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers.on_torch import scales_of_weights
-from qsdk.core.layers.layer_problem import LayerProblem, Solution
+from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.numerics.encoding import Encoding
 
 #: Columns that are rounded one by one before the others are updated by one matrix product.
 BLOCK = 128
 #: Up to so many weights are rounded side by side in several ways; beyond, that is no faster.
 SIDE_BY_SIDE = 1 << 18
-#: Weights of an embedding whose error is computed at once.
-ROWS_OF_TABLE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,42 @@ class Objective:
         weight: W, float32 [groups, K, rows].
         h: H, float32 [groups, K, K], positive definite.
         linear: L, float32 [groups, K, rows].
+        optimum: the weight with the smallest error, on no grid, likewise.
     """
 
     weight: Tensor
     h: Tensor
     linear: Tensor
+    optimum: Tensor
 
     @classmethod
     def of(cls, problem: LayerProblem, damping: float | None) -> "Objective":
-        """Return the objective of a problem on torch, made robust against unseen data; see `damp` and `shrink`."""
+        """Return the objective of a problem on torch, made robust against unseen data; see `damp` and `by_chance`."""
         h = damp(problem.g_quantized, damping_for(problem) if damping is None else damping, noise_in(problem))
         weight, linear = (x.mT.contiguous() for x in (problem.weight, problem.linear_term()))
-        return cls(weight, h, shrink(linear, h, float(problem.drift().sum()), problem.rows))
+        return cls.of_terms(weight, h, linear, drift=float(problem.drift().sum()), rows=problem.rows)
+
+    @classmethod
+    def of_terms(
+        cls, weight: Tensor, h: Tensor, linear: Tensor, *, drift: float = 0.0, rows: int | None = None
+    ) -> "Objective":
+        """Return the objective of these terms.
+
+        Args:
+            weight: see the attributes, as for the next two.
+            h: likewise.
+            linear: likewise.
+            drift: the error of W itself.
+            rows: of data, which a share of the linear term is due to (`by_chance`); None where it is known exactly.
+        """
+        if not linear.any():
+            return cls(weight, h, linear, weight)
+        # float64: otherwise the error of the factor would decide near-ties of many correlated inputs
+        pull = torch.cholesky_solve(linear.double(), torch.linalg.cholesky(h.double())).float()
+        if rows is not None:
+            kept = 1 - by_chance(float((pull.double() * linear).sum()), drift, linear.shape[1] / max(rows, 1))
+            linear, pull = linear * kept, pull.mul_(kept)
+        return cls(weight, h, linear, weight - pull)
 
     def __call__(self, rounded: Tensor) -> Tensor:
         """Return the error per row, [groups, rows]."""
@@ -116,11 +138,12 @@ class Objective:
         """Return the objective repeated along the rows."""
         if count == 1:
             return self
-        return replace(self, weight=self.weight.repeat(1, 1, count), linear=self.linear.repeat(1, 1, count))
+        weight, linear, optimum = (x.repeat(1, 1, count) for x in (self.weight, self.linear, self.optimum))
+        return Objective(weight, self.h, linear, optimum)
 
     def repeated(self, count: int) -> "Objective":
         """Return the objective repeated along the groups."""
-        return Objective(*(x.repeat(count, 1, 1) for x in (self.weight, self.h, self.linear)))
+        return Objective(*(x.repeat(count, 1, 1) for x in (self.weight, self.h, self.linear, self.optimum)))
 
 
 def damping_for(problem: LayerProblem) -> float:
@@ -155,127 +178,85 @@ def damp(h: Tensor, damping: float, noise: Tensor | None = None) -> Tensor:
     return result
 
 
-def shrink(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
-    """Return the linear term less the share of its gain that is due to chance.
+def by_chance(gain: float, drift: float, inputs_per_row: float) -> float:
+    """Return the share of the linear term's gain that is due to chance, 0 to 1.
 
     A regression of the drift of the quantized inputs on K inputs lowers the error on its own rows even without any true
     relation, by K over the number of rows times the remaining error.
 
     Args:
-        linear: L, float32 [groups, K, rows].
-        h: H, float32 [groups, K, K], positive definite.
+        gain: by which the best weight lowers the error.
         drift: the error of W itself.
-        rows: of data.
+        inputs_per_row: K over the number of rows of data.
 
     Source: James and Stein 1961, in the form of an F test whose statistic is subtracted instead of compared.
     """
-    factor = torch.linalg.cholesky(h.double())
-    gain = float((torch.cholesky_solve(linear.double(), factor) * linear).sum())
-    if gain <= 0:
-        return linear
-    by_chance = linear.shape[1] / max(rows, 1) * max(drift - gain, 0)
-    return linear * max(1 - by_chance / gain, 0)
+    return min(inputs_per_row * max(drift - gain, 0) / gain, 1.0) if gain > 0 else 0.0
 
 
-def with_held_back(problem: LayerProblem) -> LayerProblem:
-    """Return the problem with the statistics of all data, the held-back data included."""
-    other = problem.held_back
-    if other is None or not other.rows:
-        return problem
-    count = problem.count + other.count
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """An objective whose columns are rounded in a given order, with the factors of its second moments.
 
-    def mean(one: Tensor | None, two: Tensor | None) -> Tensor | None:
-        return None if one is None or two is None else (problem.count * one + other.count * two) / count
+    With `P H P' = F F'`, F a lower triangle and P the reversed order, the error of W~ is the sum over the columns of
+    `F_ii^2 (w~_i - t_i)^2`, where `t_i` is the best value of column i given those that were rounded before it. Each
+    column is rounded to its target.
 
-    return replace(
-        problem,
-        h=problem.g_quantized + other.g_quantized,
-        x_quantized=None,
-        drifted=None,
-        roots=None,
-        linear=problem.linear_term() + other.linear_term(),
-        drifts=problem.drift() + other.drift(),
-        rows=problem.rows + other.rows,
-        count=count,
-        mean=mean(problem.mean, other.mean),
-        mean_quantized=mean(problem.mean_quantized, other.mean_quantized),
-        held_back=None,
-    )
-
-
-def keep_nearest(problem: LayerProblem) -> Solution | None:
-    """Return the solution for a problem that rounding cannot improve (a frozen encoding, an embedding); else None.
-
-    In an embedding, each weight is an output of its own. Nothing can make up for its error, so nearest is best.
-    """
-    if problem.layout.kind == "embedding":
-        error = _error_of_embedding(problem)
-    elif problem.encoding.frozen:
-        grid = WeightGrid.of(problem, problem.encoding)
-        error = problem.relative_error((grid.nearest(problem.weight.mT) * grid.scale).mT)
-    else:
-        return None
-    note = "its encoding is frozen" if problem.encoding.frozen else "each weight is read by itself: nearest is best"
-    return Solution(problem.encoding, None, error, error, note=note)
-
-
-def _error_of_embedding(problem: LayerProblem) -> float:
-    """Return the relative error of the nearest codes, some rows of the table at a time: tables are large."""
-    (scale, zero_point), dtype = scales_of_weights(problem, problem.encoding), problem.encoding.dtype
-    weight, h, linear, drifts = problem.weight, problem.g_quantized, problem.linear_term(), problem.drift()
-    error = energy = 0.0
-    step = max(1, ROWS_OF_TABLE // weight[0].numel())
-    for rows in (slice(start, start + step) for start in range(0, len(weight), step)):
-        codes = (weight[rows] / scale[rows]).round()
-        nearest = codes.clamp(dtype.lo - zero_point[rows], dtype.hi - zero_point[rows]) * scale[rows]
-        d, drift = nearest - weight[rows], float(drifts[rows].sum())
-        error += float(((d * h[rows] + 2 * linear[rows]) * d).sum()) + drift
-        energy += float(((weight[rows] * h[rows] - 2 * linear[rows]) * weight[rows]).sum()) + drift
-    return max(error, 0.0) / energy if energy > 0 else 0.0
-
-
-def error_feedback(
-    objective: Objective, grid: WeightGrid, *, order: Tensor | None = None, block_size: int = BLOCK
-) -> Tensor:
-    """Round column by column, while the remaining columns make up for the errors of those before.
-
-    Args:
-        objective: to minimize.
-        grid: to round to; with the rows of the objective, once or several times.
-        order: of the columns, int64 [groups, K]; by falling diagonal where it is None.
-        block_size: columns that are rounded one by one before the others are updated by one matrix product.
-
-    Returns:
-        Codes, float32 [groups, K, rows].
+    Attributes:
+        order: of the columns from the last that is rounded to the first, int64 [groups, K, 1].
+        slopes: of the targets in the columns rounded before, float32 [groups, K, K].
+        pivots: `F_ii^2`, float32 [groups, K, 1].
+        best: the optimum of the objective in this order, float32 [groups, K, rows].
 
     Source: Frantar et al. 2023, GPTQ, section 3, as Babai's nearest plane (Chen et al. 2025).
     """
-    h = objective.h
-    if order is None:
-        order = order_by_diagonal(h)
-    order = order.flip(-1)[:, :, None]  # rounded from the last to the first, so that the factor is a lower triangle
-    scale, lowest, highest = (
-        x if _number(x) is not None else x.take_along_dim(order, 1) for x in (grid.scale, grid.lowest, grid.highest)
-    )
-    # float64: otherwise the error of the factor would decide near-ties of many correlated inputs
-    factor = torch.linalg.cholesky(h.take_along_dim(order, 1).take_along_dim(order.mT, 2).double())
-    shift = torch.cholesky_solve(objective.linear.take_along_dim(order, 1).double(), factor).float()
-    best = objective.weight.take_along_dim(order, 1).sub_(shift)
-    if scale.shape[-1] > best.shape[-1]:
-        best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
-    # in place, and let go: of a wide layer these matrices are the largest part of the memory
-    slopes = factor.div_(factor.diagonal(dim1=-2, dim2=-1)[:, None, :].clone()).mT.float()
-    del factor, shift
-    target, miss, codes = best.clone(), torch.empty_like(best), torch.empty_like(best)
-    for stop in range(h.shape[-1], 0, -block_size):
-        start = max(stop - block_size, 0)
-        for i in range(stop - 1, start - 1, -1):
-            code = (target[:, i] / scale[:, i]).round_().clamp_(lowest[:, i], highest[:, i])
-            codes[:, i] = code
-            miss[:, i] = code.mul_(scale[:, i]).sub_(best[:, i])
-            target[:, start:i].addcmul_(slopes[:, start:i, i : i + 1], miss[:, i : i + 1], value=-1)
-        target[:, :start].baddbmm_(slopes[:, :start, start:stop], miss[:, start:stop], alpha=-1)
-    return torch.empty_like(codes).scatter_(1, order.expand_as(codes), codes)
+
+    order: Tensor
+    slopes: Tensor
+    pivots: Tensor
+    best: Tensor
+
+    @classmethod
+    def of(cls, objective: Objective, order: Tensor) -> "ErrorFeedback":
+        """Return the factors of an objective for an order of its columns, int64 [groups, K]."""
+        order = order.flip(-1)[:, :, None]
+        # float64 for the same reason as in `Objective.of_terms`
+        factor = torch.linalg.cholesky(objective.h.take_along_dim(order, 1).take_along_dim(order.mT, 2).double())
+        diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, :, None].clone()
+        # in place: of a wide layer these matrices are the largest part of the memory
+        slopes = factor.div_(diagonal.mT).mT.float()
+        return cls(order, slopes, diagonal.square_().float(), objective.optimum.take_along_dim(order, 1))
+
+    def round(self, grid: WeightGrid, block_size: int = BLOCK) -> tuple[Tensor, Tensor]:
+        """Round column by column, while the remaining columns make up for the errors of those before.
+
+        Args:
+            grid: to round to; with the rows of the objective, once or several times.
+            block_size: columns that are rounded one by one before the others are updated by one matrix product.
+
+        Returns:
+            Codes, float32 [groups, K, rows], and the error of each row less that of the optimum, [groups, rows].
+        """
+        scale, lowest, highest = (
+            x if _number(x) is not None else x.take_along_dim(self.order, 1)
+            for x in (grid.scale, grid.lowest, grid.highest)
+        )
+        best, slopes = self.best, self.slopes
+        if scale.shape[-1] > best.shape[-1]:
+            best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
+        target, miss, codes = best.clone(), torch.empty_like(best), torch.empty_like(best)
+        errors = best.new_zeros(len(best), best.shape[-1])
+        for stop in range(best.shape[1], 0, -block_size):
+            start = max(stop - block_size, 0)
+            for i in range(stop - 1, start - 1, -1):
+                code = (target[:, i] / scale[:, i]).round_().clamp_(lowest[:, i], highest[:, i])
+                codes[:, i] = code
+                value = code.mul_(scale[:, i])
+                errors.addcmul_((value - target[:, i]).square_(), self.pivots[:, i])
+                miss[:, i] = value.sub_(best[:, i])
+                target[:, start:i].addcmul_(slopes[:, start:i, i : i + 1], miss[:, i : i + 1], value=-1)
+            target[:, :start].baddbmm_(slopes[:, :start, start:stop], miss[:, start:stop], alpha=-1)
+        return torch.empty_like(codes).scatter_(1, self.order.expand_as(codes), codes), errors
 
 
 def order_by_diagonal(h: Tensor) -> Tensor:
@@ -301,7 +282,7 @@ def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sw
     curvature = h.diagonal(dim1=-2, dim2=-1)[:, :, None] * grid.scale
     # in codes; weights without data have no slope and stay
     pull = torch.where(curvature > 0, -1 / curvature, 0)
-    for _ in range(sweeps):
+    for sweep in range(sweeps):
         before = codes.clone()
         for start in range(0, h.shape[-1], BLOCK):
             block = slice(start, start + BLOCK)
@@ -313,57 +294,8 @@ def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sw
                 codes[:, at] = code.clamp_(grid.lowest[:, at], grid.highest[:, at])
                 change[:, i] = code.sub_(old[:, i]).mul_(grid.scale[:, at])
                 local[:, i + 1 :].addcmul_(inner[:, i + 1 :, i : i + 1], change[:, i : i + 1])
-            slope += h[:, :, block] @ change
+            left = slice(0 if sweep < sweeps - 1 else start + BLOCK, None)  # nothing reads the others any more
+            slope[:, left] += h[:, left, block] @ change
         if torch.equal(codes, before):
             break
     return codes
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A problem with the statistics of all data, and the criteria for solutions.
-
-    Attributes:
-        data: the problem, on torch, held-back data included.
-        judged: the same, without the mean error if the bias absorbs that.
-        held_back: the problem with held-back data alone, likewise; None where nothing was held back.
-        shifts: whether the bias absorbs the mean error.
-    """
-
-    data: LayerProblem
-    judged: LayerProblem
-    held_back: LayerProblem | None
-    shifts: bool
-
-    @classmethod
-    def of(cls, problem: LayerProblem, *, shift_bias: bool) -> "Evidence":
-        """Return the evidence for a problem on torch; the bias is only shifted where there is one."""
-        data, held_back = with_held_back(problem), problem.held_back
-        if not (shift_bias and problem.has_bias and data.mean is not None):
-            return cls(data, data, held_back, shifts=False)
-        return cls(data, data.centered(), held_back and held_back.centered(), shifts=True)
-
-    def worse(self, found: Tensor, plain: Tensor, unit: Tensor | None = None) -> Tensor:
-        """Return where a solution has a higher error than another, on all data or on held-back data, [groups, rows].
-
-        Args:
-            found: W~, float32 [groups, rows, K].
-            plain: another W~.
-            unit: int64 [groups, rows]; outputs of one unit are compared by their sum.
-        """
-        result = torch.zeros(found.shape[:2], dtype=torch.bool, device=found.device)
-        for problem in (self.judged, self.held_back):
-            if problem is not None:
-                gain = problem.errors(plain) - problem.errors(found)
-                if unit is not None:
-                    gain = torch.zeros(gain.numel(), device=gain.device).index_add_(0, unit.flatten(), gain.flatten())[
-                        unit
-                    ]
-                result |= gain < 0
-        return result
-
-    def solution(self, encoding: Encoding, rounded: Tensor, plain: Tensor) -> Solution:
-        """Return a rounded weight on an encoding's grid as a solution; `plain` is the weight before."""
-        shift = self.data.mean_error(rounded) if self.shifts else None
-        before, after = self.data.relative_error(plain), self.judged.relative_error(rounded)
-        return Solution(encoding, rounded, before, after, bias_shift=shift)
