@@ -203,7 +203,7 @@ class ErrorFeedback:
     column is rounded to its target.
 
     Attributes:
-        order: of the columns from the last that is rounded to the first, int64 [groups, K, 1].
+        rows: of the terms below, seen as [groups * K, rows], from the last that is rounded to the first; int64.
         slopes: of the targets in the columns rounded before, float32 [groups, K, K].
         pivots: `F_ii^2`, float32 [groups, K, 1].
         best: the optimum of the objective in this order, float32 [groups, K, rows].
@@ -211,7 +211,7 @@ class ErrorFeedback:
     Source: Frantar et al. 2023, GPTQ, section 3, as Babai's nearest plane (Chen et al. 2025).
     """
 
-    order: Tensor
+    rows: Tensor
     slopes: Tensor
     pivots: Tensor
     best: Tensor
@@ -219,13 +219,14 @@ class ErrorFeedback:
     @classmethod
     def of(cls, objective: Objective, order: Tensor) -> "ErrorFeedback":
         """Return the factors of an objective for an order of its columns, int64 [groups, K]."""
-        order = order.flip(-1)[:, :, None]
+        groups, columns = order.shape
+        rows = (order.flip(-1) + columns * torch.arange(groups, device=order.device)[:, None]).flatten()
         # float64 for the same reason as in `Objective.of_terms`
-        factor = torch.linalg.cholesky(objective.h.take_along_dim(order, 1).take_along_dim(order.mT, 2).double())
+        factor = torch.linalg.cholesky(_selected(_selected(objective.h, rows).mT, rows).double())
         diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, :, None].clone()
         # in place: of a wide layer these matrices are the largest part of the memory
         slopes = factor.div_(diagonal.mT).mT.float()
-        return cls(order, slopes, diagonal.square_().float(), objective.optimum.take_along_dim(order, 1))
+        return cls(rows, slopes, diagonal.square_().float(), _selected(objective.optimum, rows))
 
     def round(self, grid: WeightGrid, block_size: int = BLOCK) -> tuple[Tensor, Tensor]:
         """Round column by column, while the remaining columns make up for the errors of those before.
@@ -238,8 +239,7 @@ class ErrorFeedback:
             Codes, float32 [groups, K, rows], and the error of each row less that of the optimum, [groups, rows].
         """
         scale, lowest, highest = (
-            x if _number(x) is not None else x.take_along_dim(self.order, 1)
-            for x in (grid.scale, grid.lowest, grid.highest)
+            x if _number(x) is not None else _selected(x, self.rows) for x in (grid.scale, grid.lowest, grid.highest)
         )
         best, slopes = self.best, self.slopes
         if scale.shape[-1] > best.shape[-1]:
@@ -256,7 +256,17 @@ class ErrorFeedback:
                 miss[:, i] = value.sub_(best[:, i])
                 target[:, start:i].addcmul_(slopes[:, start:i, i : i + 1], miss[:, i : i + 1], value=-1)
             target[:, :start].baddbmm_(slopes[:, :start, start:stop], miss[:, start:stop], alpha=-1)
-        return torch.empty_like(codes).scatter_(1, self.order.expand_as(codes), codes), errors
+        in_order = torch.empty_like(codes)
+        in_order.flatten(0, 1).index_copy_(0, self.rows, codes.flatten(0, 1))
+        return in_order, errors
+
+
+def _selected(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of each group of a tensor [groups, K, rows] in another order; `rows` counts through all groups.
+
+    Whole rows are copied, which takes a fraction of the time of `take_along_dim`.
+    """
+    return x.flatten(0, 1).index_select(0, rows).reshape(x.shape)
 
 
 def order_by_diagonal(h: Tensor) -> Tensor:
