@@ -278,17 +278,18 @@ class _Part:
     def _all_samples(self) -> tuple[Tensor, Tensor] | None:
         if not self._gathers.samples:
             return None
-        own = [(place, x.cpu(), x_quantized.cpu()) for place, x, x_quantized in self._samples]
+        # as arrays, which are pickled in a fifth of the time of tensors
+        own = [(place, x.cpu().numpy(), x_quantized.cpu().numpy()) for place, x, x_quantized in self._samples]
         every = ranks.gather_to(sorted({owner for _, owner in self._owners}), own)
         if every is None:
             return None
         ordered = sorted((each for some in every for each in some), key=lambda each: each[0])
         limit, device = self._gathers.samples, self._weights[0].device
         groups, _, k = self._layers[0].layout.matrix_shape
-        nothing = torch.zeros(groups, 0, k, device="cpu")  # as the samples are
-        x = torch.cat([nothing, *(each[1] for each in ordered)], 1)[:, :limit]
-        x_quantized = torch.cat([nothing, *(each[2] for each in ordered)], 1)[:, :limit]
-        return x.to(device), x_quantized.to(device)
+        nothing = np.zeros((groups, 0, k), np.float32)
+        x = np.concatenate([nothing, *(each[1] for each in ordered)], 1)[:, :limit]
+        x_quantized = np.concatenate([nothing, *(each[2] for each in ordered)], 1)[:, :limit]
+        return torch.from_numpy(x).to(device), torch.from_numpy(x_quantized).to(device)
 
 
 def _require_summable(site: str, bounds: Bounds) -> None:
