@@ -32,6 +32,11 @@ def is_cache(value: Any) -> bool:
     return isinstance(getattr(value, "layers", None), list) or hasattr(value, "self_attention_cache")
 
 
+def parts_of(cache: Any) -> list[Any]:
+    """Return the caches that a cache for an encoder and a decoder consists of; of another one, itself."""
+    return [getattr(cache, name) for name in _PARTS if hasattr(cache, name)] or [cache]
+
+
 def map_cache(cache: Any, each: Callable[[Path, Any], Any], path: Path) -> Any:
     """Return a copy of a cache with every tensor of values that it holds replaced by `each(path, tensor)`.
 
@@ -82,9 +87,18 @@ def _map_layer(layer: Any, each: Callable[[Path, Any], Any], path: Path) -> Any:
     result = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
-            setattr(result, name, each((*path, CacheKey(_SINGULAR.get(name, name))), value))
+            found = each((*path, CacheKey(_SINGULAR.get(name, name))), value)
+            # a layer of fixed size writes into its tensors, and the one that was given is the caller's
+            setattr(result, name, found.clone() if found is value and has_fixed_size(layer) else found)
+        elif isinstance(value, Tensor):
+            setattr(result, name, value.clone())
     keys = getattr(layer, "keys", None)
     seen = getattr(layer, "cumulative_length", None)
     if isinstance(keys, Tensor) and isinstance(seen, int) and keys.ndim > 1 and seen == keys.shape[-2]:
         result.cumulative_length = result.keys.shape[-2]
     return result
+
+
+def has_fixed_size(layer: Any) -> bool:
+    """Return whether a layer of a cache has room for a fixed number of tokens, which it counts in a tensor."""
+    return isinstance(getattr(layer, "cumulative_length", None), Tensor)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ConfigError
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.caches import is_cache
+from torch_bridge.torch_values.caches import has_fixed_size, is_cache, parts_of
 from torch_bridge.torch_values.pytree import input_names, leaves_of
 
 _DECODER_TOKENS = "decoder_input_ids"
@@ -56,17 +56,25 @@ def as_step(model: nn.Module, example: Example) -> Example:
 
 
 def require_whole_caches(example: Example) -> None:
-    """Refuse an example whose cache keeps a window of tokens alone: its file would be wrong for longer texts.
+    """Refuse an example whose cache keeps a window of tokens, or has a fixed size: its file would be wrong later on.
 
     Raises:
         ConfigError: names the remedy.
     """
     for value in (*example.args, *example.kwargs.values()):
-        if is_cache(value) and any(getattr(layer, "is_sliding", False) for layer in getattr(value, "layers", ())):
-            raise ConfigError(
-                "the cache of the example keeps a sliding window alone, and the exported file would count on how far "
-                f"it has slid; give a cache that keeps all tokens, {type(value).__name__}() without the model's config"
-            )
+        for cache in parts_of(value) if is_cache(value) else ():
+            kind, layers = type(cache).__name__, getattr(cache, "layers", ())
+            if any(map(has_fixed_size, layers)):
+                raise ConfigError(
+                    f"the cache of the example, a {kind}, has a fixed size and counts its tokens in place: the "
+                    "exported file would write each token where the example's stands; give a cache that grows, "
+                    "DynamicCache(). The sim generates with a fixed one all the same"
+                )
+            if any(getattr(layer, "is_sliding", False) for layer in layers):
+                raise ConfigError(
+                    "the cache of the example keeps a sliding window alone, and the exported file would count on how "
+                    f"far it has slid; give a cache that keeps all tokens, {kind}() without the model's config"
+                )
 
 
 def _filled_cache(model: nn.Module, tokens: Tensor) -> Any:

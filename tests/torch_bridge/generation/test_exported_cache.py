@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from tiny_decoders import DECODERS, decoder, generate, session_of, step_example, tokens
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
 import qsdk
 from qsdk.core.errors import ConfigError, ExportError
@@ -101,6 +101,30 @@ def test_a_cache_that_keeps_a_window_alone_is_refused() -> None:
         model(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
     with pytest.raises(ConfigError, match=r"keeps a sliding window alone.*DynamicCache\(\) without the model's config"):
         qsdk.quantize(model, {"input_ids": ids[:, 4:], "past_key_values": cache})
+
+
+def test_a_cache_of_fixed_size_is_refused_as_the_example_and_serves_the_sim() -> None:
+    sim, ids = _sim(), tokens(9)
+    cache = StaticCache(config=sim.model.config, max_cache_len=16)
+    with pytest.raises(ConfigError, match=r"StaticCache, has a fixed size.*give a cache that grows, DynamicCache\(\)"):
+        qsdk.quantize(sim.unwrap(), {"input_ids": ids[:, :4], "past_key_values": cache})
+    with torch.no_grad():
+        whole = sim.model(input_ids=ids).logits
+        parts = [sim.model(input_ids=part, past_key_values=cache).logits for part in (ids[:, :4], ids[:, 4:])]
+    assert (torch.cat(parts, 1) - whole).abs().max() < 0.02 * whole.abs().max()
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [10, 10]
+
+
+def test_data_with_a_cache_of_fixed_size_stays_as_it_was() -> None:
+    model, ids = DECODERS["llama"](), tokens(9)
+    sim = qsdk.quantize(model, step_example(model), qsdk.w8a8())
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(input_ids=ids[:, :8], past_key_values=cache)
+    keys = cache.layers[0].keys.clone()
+    qsdk.calibrate(sim, [{"input_ids": ids[:, 8:], "past_key_values": cache}], method="mse", progress=False)
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [8, 8]
+    assert torch.equal(cache.layers[0].keys, keys)
 
 
 @pytest.mark.slow
