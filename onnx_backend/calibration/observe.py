@@ -82,8 +82,8 @@ def observe(
 
 def _add_statistics(item: SiteStatistics, values: Mapping[str, Any], number: int, statistics: Statistics) -> None:
     high = values[item.high]
-    low = values[item.low] if item.low else np.zeros_like(high)
-    if np.all(high < low) and np.all(high == -np.inf):
+    low = values[item.low] if item.low else np.float32(0)
+    if high.max(initial=-np.inf) == -np.inf and np.all(high < low):
         return  # an empty tensor
     check = float(values[item.check]) if item.check else 0.0
     require_finite(item.site, number, low, high, check)

@@ -45,7 +45,6 @@ def stored_names(marked: ModelProto, plan: Plan) -> dict[str, str]:
     for node in marked.graph.node:
         if is_mark(node):
             root = roots[node.output[0]] = roots.get(node.input[0], node.input[0])
-            site = str(attributes(node)["key"])
-            if root in stored and site in plan.decisions:
+            if root in stored and (site := str(attributes(node)["key"])) in plan.decisions:
                 found[site] = root
     return found

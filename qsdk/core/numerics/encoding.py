@@ -59,21 +59,24 @@ class Encoding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.array(self.scale, np.float32, ndmin=1))
         zero_point = np.array(self.zero_point, np.int32, ndmin=1)
-        object.__setattr__(self, "zero_point", np.array(np.broadcast_to(zero_point, self.scale.shape)))
+        if zero_point.shape != self.scale.shape:
+            zero_point = np.array(np.broadcast_to(zero_point, self.scale.shape))
+        object.__setattr__(self, "zero_point", zero_point)
         if not self.dtype.is_quantized:
             raise CalibrationError(f"{self.dtype} has no scale; an encoding needs an integer, float8 or float4 dtype")
         if self.block_size is not None and (self.axis is None or self.block_size < 1):
             raise CalibrationError(
                 f"blocks of {self.block_size} along axis {self.axis}; give an axis and a size from 1"
             )
-        if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
+        # NaN makes NaN of both ends, and every comparison with it False
+        if self.scale.size and not (self.scale.min() > 0 and self.scale.max() < np.inf):
             raise CalibrationError(f"an encoding of {self.dtype} needs positive, finite scales, got {self.scale}")
         if self.axis is None and self.scale.size != 1:
             raise CalibrationError(f"{self.scale.size} scales without an axis; name the channel axis")
         if self.axis is not None and self.block_size is None and self.scale.ndim != 1:
             raise CalibrationError(f"a per-channel scale has one dimension, got shape {self.scale.shape}")
         low, high = (self.dtype.lo, self.dtype.hi) if self.dtype.is_integer else (0, 0)
-        if (self.zero_point < low).any() or (self.zero_point > high).any():
+        if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
             raise CalibrationError(f"a zero point lies outside the grid {low}..{high} of {self.dtype}")
 
     def __eq__(self, other: object) -> bool:

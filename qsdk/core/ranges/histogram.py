@@ -4,6 +4,7 @@ Where data outgrows the bins, their width doubles and neighbours are added up: t
 the wider bins. It depends neither on the order of the batches nor on the order of merging.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,11 @@ class Histogram:
     high: FloatArray
 
     @property
+    def fields(self) -> tuple[npt.NDArray[Any], ...]:
+        """Return the arrays in the order of the attributes; the first axis of each is that of the groups."""
+        return self.exponent, self.first, self.counts, self.low, self.high
+
+    @property
     def width(self) -> npt.NDArray[np.float64]:
         """Return the width of a bin, [G]."""
         return np.asarray(np.exp2(self.exponent.astype(np.float64)))
@@ -91,38 +97,58 @@ class Histogram:
         counts = _moved(self, exponent, first) + _moved(other, exponent, first)
         return Histogram(exponent, first, counts, low, high)
 
+    def groups(self) -> "list[Histogram]":
+        """Return the histogram of each group, as views."""
+        return [Histogram(*(field[i : i + 1] for field in self.fields)) for i in range(len(self.exponent))]
 
-def histogram_of(
-    values: FloatArray,
-    *,
-    bins: int = BINS,
-    weight: float = 1.0,
-    ends: Range | None = None,
-) -> Histogram:
+    @classmethod
+    def stack(cls, histograms: "Sequence[Histogram]") -> "Histogram":
+        """Return histograms of as many bins as one, their groups one after the other."""
+        if len(histograms) == 1:
+            return histograms[0]
+        return cls(*(np.concatenate(parts) for parts in zip(*(each.fields for each in histograms), strict=True)))
+
+
+def histogram_of(values: FloatArray, *, bins: int = BINS) -> Histogram:
     """Return the histogram of finite values.
 
     Args:
         values: float32 [G, n].
         bins: their number.
-        weight: count of each value: the step it was sampled with.
-        ends: the extremes of all values, [G], where `values` is a sample; each counts once.
 
     Raises:
         CalibrationError: there are no values.
     """
-    if ends is None and values.size == 0:
+    if values.size == 0:
         raise CalibrationError("there is no histogram of an empty tensor; give data with at least one element")
-    low = values.min(axis=1) if ends is None else np.asarray(ends.low, np.float32)
-    high = values.max(axis=1) if ends is None else np.asarray(ends.high, np.float32)
+    low, high = values.min(axis=1), values.max(axis=1)
     exponent, first = _fit(low, high, bins)
-    result = _count(values, exponent, first, high, bins)
-    if weight != 1:
-        result *= weight
-        if ends is not None:
-            rows = np.arange(len(result))
-            result[:, 0] += 1
-            result[rows, _last(high, exponent) - first] += 1
-    return Histogram(exponent, first, result, low, high)
+    return Histogram(exponent, first, _count(values, exponent, first, high, bins), low, high)
+
+
+def histogram_of_samples(
+    samples: Sequence[FloatArray], steps: Sequence[int], ends: Range, *, bins: int = BINS
+) -> Histogram:
+    """Return the histogram of tensors of which only a sample is known, a group for each.
+
+    Args:
+        samples: finite values of each tensor, float32 [n], where n may differ.
+        steps: every how-many-th value of its tensor a sample holds; each value counts as many times.
+        ends: the extremes of each tensor, [G], which count once more where they may not be in the sample.
+        bins: their number.
+    """
+    low, high = np.asarray(ends.low, np.float32), np.asarray(ends.high, np.float32)
+    exponent, first = _fit(low, high, bins)
+    last = _last(high, exponent)
+    counts = np.empty((len(samples), bins))
+    for i, (sample, step) in enumerate(zip(samples, steps, strict=True)):
+        group = slice(i, i + 1)
+        counts[group] = _count(sample.reshape(1, -1), exponent[group], first[group], high[group], bins)
+        if step != 1:
+            counts[i] *= step
+            counts[i, 0] += 1
+            counts[i, last[i] - first[i]] += 1
+    return Histogram(exponent, first, counts, low, high)
 
 
 def _count(
@@ -189,8 +215,14 @@ def _moved(
 ) -> npt.NDArray[np.float64]:
     """Return the counts in wider bins with another first bin: neighbours are added up."""
     groups, bins = histogram.counts.shape
-    if np.array_equal(exponent, histogram.exponent) and np.array_equal(first, histogram.first):
+    moved = (exponent != histogram.exponent) | (first != histogram.first)
+    if not moved.any():
         return histogram.counts
+    if not moved.all():
+        counts = histogram.counts.copy()
+        some = Histogram(*(field[moved] for field in histogram.fields))
+        counts[moved] = _moved(some, exponent[moved], first[moved])
+        return counts
     index = histogram.first[:, None] + np.arange(bins)
     places = _shifted(index, histogram, exponent) - first[:, None]
     # bins beyond the new ones are empty, since they were beyond the largest value

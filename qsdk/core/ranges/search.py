@@ -8,6 +8,7 @@ candidate costs a look-up per level, not a pass over the bins.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,24 @@ def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
     low, high = np.minimum(full.low, 0), np.maximum(full.high, 0)
     full = Range(low, high)
     both = not spec.symmetric and bool(((low < 0) & (high > 0)).any())
-    steps = _COARSE_ENDS if both else _COARSE
-    shares = np.arange(steps, 0, -1) / steps
-    coarse = _pairs(shares, shares) if both else np.stack([shares, shares])
+    coarse, offsets, smallest = _candidates(both=both)
     best = _best(cost, full, spec, np.repeat(coarse[:, :, None], len(low), axis=2), size)
-    near = np.arange(_FINE - 1, -_FINE, -1) / (steps * _FINE)
-    offsets = _pairs(near, near) if both else np.stack([near, near])
-    fine = (best[:, None, :] + offsets[:, :, None]).clip(1 / (steps * _FINE), 1)
+    fine = (best[:, None, :] + offsets[:, :, None]).clip(smallest, 1)
     low_share, high_share = _best(cost, full, spec, np.concatenate([best[:, None, :], fine], axis=1), size)
     return Range((low * low_share).astype(np.float32), (high * high_share).astype(np.float32))
+
+
+@cache
+def _candidates(*, both: bool) -> tuple[Doubles, Doubles, float]:
+    """Return shares of low and high, [2, C]: coarse ones, offsets around the best of these, and the smallest share.
+
+    Args:
+        both: whether both ends are searched, each by itself.
+    """
+    steps = _COARSE_ENDS if both else _COARSE
+    shares, near = np.arange(steps, 0, -1) / steps, np.arange(_FINE - 1, -_FINE, -1) / (steps * _FINE)
+    coarse, offsets = (_pairs(each, each) if both else np.stack([each, each]) for each in (shares, near))
+    return coarse, offsets, 1 / (steps * _FINE)
 
 
 def _pairs(left: Doubles, right: Doubles) -> Doubles:

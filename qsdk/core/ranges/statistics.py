@@ -1,6 +1,7 @@
 """Statistics of activations, collected batch by batch for either side, and the encodings that follow from them."""
 
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -14,7 +15,7 @@ from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import Spec, axis_of
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator, moving_average, range_from_histogram
-from qsdk.core.ranges.histogram import Histogram, histogram_of
+from qsdk.core.ranges.histogram import Histogram, histogram_of_samples
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 
 #: returns the values of all ranks, in the order of the ranks
@@ -31,14 +32,14 @@ class Statistics:
 
     Attributes:
         ranges: site -> extremes so far (their moving average, if that is the estimator).
-        histograms: site -> the histogram so far.
     """
 
     def __init__(self, chosen: Estimator) -> None:
         self.chosen = chosen
         self.ranges: dict[str, Range] = {}
-        self.histograms: dict[str, Histogram] = {}
+        self._histograms: dict[str, Histogram] = {}
         self._moved: set[str] = set()  # sites whose range the batch has changed
+        self._samples: list[tuple[str, FloatArray, int, Range]] = []  # not counted yet
 
     def add(
         self, site: str, low: npt.ArrayLike, high: npt.ArrayLike, sample: FloatArray | None = None, step: int = 1
@@ -62,15 +63,37 @@ class Statistics:
         if before is None or not before.same(self.ranges[site]):
             self._moved.add(site)
         if sample is not None:
-            counted = histogram_of(sample.reshape(1, -1), weight=float(step), ends=new)
-            known = self.histograms.get(site)
-            self.histograms[site] = counted if known is None else known.merge(counted)
+            self._samples.append((site, sample, step, new))
 
     def end_batch(self) -> None:
-        """Log which share of the ranges the batch has changed: once it stays near 0, more data changes little."""
+        """Count the samples of the batch, and log which share of the ranges it has changed.
+
+        Once that share stays near 0, more data changes little.
+        """
+        self._count_samples()
         if self.ranges:
             log("calibrate/moved_ranges", len(self._moved) / len(self.ranges))
         self._moved.clear()
+
+    @property
+    def histograms(self) -> Mapping[str, Histogram]:
+        """Return the histogram so far of each site of which there are samples."""
+        self._count_samples()
+        return self._histograms
+
+    def _count_samples(self) -> None:
+        """Add the samples to the histograms of their sites, of all sites at once: calls cost more than values here."""
+        while self._samples:
+            some = {entry[0]: entry for entry in reversed(self._samples)}  # of each site the first, if it has several
+            self._samples = [entry for entry in self._samples if some[entry[0]] is not entry]
+            _, samples, steps, ends = zip(*some.values(), strict=True)
+            together = Range(np.concatenate([e.low for e in ends]), np.concatenate([e.high for e in ends]))
+            counted = dict(zip(some, histogram_of_samples(samples, steps, together).groups(), strict=True))
+            known = [site for site in some if site in self._histograms]
+            if known:
+                before, new = (Histogram.stack([held[site] for site in known]) for held in (self._histograms, counted))
+                counted |= dict(zip(known, before.merge(new).groups(), strict=True))
+            self._histograms |= counted
 
     def merge(self, *others: "Statistics") -> "Statistics":
         """Return the statistics of all together, exactly as if one had observed all the data, in any order.
@@ -83,7 +106,7 @@ class Statistics:
             merged.ranges[site] = _mean(ranges) if self.chosen.name == "moving_average" else reduce(Range.merge, ranges)
         for site in dict.fromkeys(site for one in everyone for site in one.histograms):
             counted = [one.histograms[site] for one in everyone if site in one.histograms]
-            merged.histograms[site] = reduce(Histogram.merge, counted)
+            merged._histograms[site] = reduce(Histogram.merge, counted)
         return merged
 
     def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
@@ -143,11 +166,17 @@ def require_finite(site: str, number: int, *values: npt.ArrayLike) -> None:
     Raises:
         DataError: NaN or an infinity; names the site and the batch.
     """
-    if not all(np.isfinite(value).all() for value in values):
+    if not all(_is_finite(value) for value in values):
         raise DataError(
             f"NaN or inf at the site {site} in batch {number}; clean the data, or skip the owner if its float values "
             "are meant to be infinite"
         )
+
+
+def _is_finite(value: npt.ArrayLike) -> bool:
+    values = np.asarray(value)
+    # there is one for each site and batch, and NumPy takes 20 times as long for a single number
+    return math.isfinite(values.item()) if values.size == 1 else bool(np.isfinite(values).all())
 
 
 def channel_axis(decision: Decision) -> int | None:

@@ -4,8 +4,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsdk.core.errors import CalibrationError
-from qsdk.core.ranges.histogram import SAMPLES, STEPS, histogram_of, percentiles, sample_step
+from qsdk.core.ranges.histogram import (
+    SAMPLES,
+    STEPS,
+    Histogram,
+    histogram_of,
+    histogram_of_samples,
+    percentiles,
+    sample_step,
+)
 from qsdk.core.ranges.ranges import Range
+
+#: of the samples of two batches; the second ones move some bins only
+SIZES = ((500, 70, 9), (100, 900, 9))
 
 
 def hist(values, bins=2048, **options):
@@ -162,10 +173,26 @@ def test_percentiles_are_within_one_bin_of_the_exact_ones(seed: int, percent: fl
 
 def test_a_sample_stands_for_all_and_the_extremes_are_kept():
     values = np.arange(1000, dtype=np.float32)
-    found = hist(values[::5], weight=5.0, ends=Range(np.float32([0]), np.float32([999])))
+    found = histogram_of_samples([values[::5]], [5], Range(np.float32([0]), np.float32([999])))
     assert (found.low.tolist(), found.high.tolist()) == ([0], [999])
     assert found.counts.sum() == 1000 + 2
     assert percentiles(found, 50) == pytest.approx([500], abs=5)
+
+
+def test_samples_of_several_tensors_and_their_merging_are_those_of_each_alone():
+    rng = np.random.default_rng(0)
+    batches = [[rng.normal(size=n).astype(np.float32) * 4.0**i for i, n in enumerate(sizes)] for sizes in SIZES]
+
+    def together(parts):
+        ends = Range(np.stack([part.min() for part in parts]), np.stack([part.max() for part in parts]))
+        return histogram_of_samples(parts, [1] * len(parts), ends)
+
+    merged = together(batches[0]).merge(together(batches[1]))
+    for group, parts in zip(merged.groups(), zip(*batches, strict=True), strict=True):
+        alone = histogram_of(parts[0][None]).merge(histogram_of(parts[1][None]))
+        assert [field.tolist() for field in group.fields] == [field.tolist() for field in alone.fields]
+        assert trimmed(group) == trimmed(histogram_of(np.concatenate(parts)[None]))
+    assert np.array_equal(Histogram.stack(merged.groups()).counts, merged.counts)
 
 
 def test_a_step_takes_a_bounded_number_and_never_walks_along_a_column():
