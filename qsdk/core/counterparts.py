@@ -262,11 +262,29 @@ def missing_name(name: str, known: Iterable[str]) -> str:
 
 
 def other_widths(name: str) -> str:
-    """Return how to write a config of widths that no preset has, such as `w4a4`; "" for a name of another kind."""
-    widths = re.fullmatch(r"w([2-9]|1[0-6])a([2-9]|1[0-6])", name)
+    """Return how to write a config of widths that no preset has, such as `w4a4kv8`; "" for a name of another kind."""
+    widths = re.fullmatch(r"w([2-9]|1[0-6])a([2-9]|1[0-6])(?:kv([48]))?", name.lower())
     if widths is None:
         return ""
-    return f'write it as qsdk.w8a8().override("*", weight="int{widths[1]}", activation="uint{widths[2]}")'
+    cache = f', kv_cache="int{widths[3]}"' if widths[3] else ""
+    preset = f"w{widths[1]}a{widths[2]}"
+    if preset in ("w8a8", "w8a16", "w4a8", "w4a16"):
+        return f"write it as qsdk.{preset}({cache[2:]})"
+    return f'write it as qsdk.w8a8().override("*", weight="int{widths[1]}", activation="uint{widths[2]}"{cache})'
+
+
+def other_config(name: str) -> str:
+    """Return how to write a config that is named by its widths or by one dtype, such as `int8`; "" for another name."""
+    if other_widths(name):
+        return other_widths(name)
+    if re.fullmatch(r"u?int[2-9]|u?int1[0-6]", name):
+        bits = name.partition("int")[2]
+        preset = {"4": "w4a8", "16": "w8a16"}.get(bits, "w8a8")
+        return f'"{preset}" quantizes all, qsdk.weight_only("int{bits}") weights alone'
+    if re.fullmatch(r"fp8|float8\w*", name):
+        dtype = "float8e4m3fn" if name in ("fp8", "float8") else name
+        return f'write it as qsdk.w8a8().override("*", weight="{dtype}", activation="{dtype}")'
+    return ""
 
 
 def missing_in_sim(name: str, cls: str, model: object, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from torch_models import (
 )
 
 import qsdk
-from qsdk.core.config.config import w8a8
+from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import (
     CalibrationError,
     ConfigError,
@@ -194,8 +194,18 @@ def test_a_config_by_name():
     refused(ConvNet(), X, match, ConfigError, config="htp_v81")
     match = r'config=\'w4a4\' is none of .*; write it as .*\.override\(.*weight="int4", activation="uint4"\)'
     refused(ConvNet(), X, match, ConfigError, config="w4a4")
+    match = r'config=\'int8\' is none of .*; "w8a8" quantizes all, qsdk\.weight_only\("int8"\) weights alone'
+    refused(ConvNet(), X, match, ConfigError, config="int8")
     with pytest.raises(ConfigError, match=r"there is no preset w2a8; .* --override '\*' weight=\.\.\."):
         qsdk.load_config("w2a8")
+
+
+@pytest.mark.parametrize("name", ["w4a4", "W4A8", "w4a8kv8", "w4a4kv4", "fp8", "float8e5m2"])
+def test_the_config_that_stands_for_a_name_is_one(name: str):
+    with pytest.raises(ConfigError, match=r"write it as qsdk\.") as raised:
+        quantize(nn.Linear(4, 4), X, name)
+    written = str(raised.value).partition("write it as qsdk.")[2]
+    assert isinstance(eval(written, {name: getattr(qsdk, name) for name in ("w8a8", "w4a8")}), QuantConfig)
 
 
 def test_an_example_with_labels_or_a_whole_loader():

@@ -10,7 +10,7 @@ from typing import Any
 from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
-from qsdk.core.counterparts import other_widths
+from qsdk.core.counterparts import other_config, other_widths
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.read_files import read_text
 
@@ -70,7 +70,7 @@ def config_or_preset(config: QuantConfig | str | None) -> QuantConfig | None:
     if config not in PRESETS:
         remedy = f"give config=qsdk.load_config({config!r}) for a file or for one of AIMET's configs"
         raise ConfigError(
-            f"config={config!r} is none of the presets {', '.join(PRESETS)}; {other_widths(config) or remedy}"
+            f"config={config!r} is none of the presets {', '.join(PRESETS)}; {other_config(config) or remedy}"
         )
     return PRESETS[config]()
 
