@@ -21,7 +21,7 @@ from qsdk.demo.model import load_pretrained
 from qsdk.progress import bar
 
 Array = npt.NDArray[Any]
-_BATCH = 250
+_BATCH = 100  # activations stay in the caches
 
 
 def run_demo(out: str | os.PathLike[str] | None = None) -> qsdk.Report:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch_models import seeded
 
@@ -113,3 +114,12 @@ def test_an_output_that_is_not_a_tensor_is_left_out_with_a_note():
 
     sim = quantize(Model(), seeded(2, 4), w8a8())
     assert sim.coverage().summary["output past"] == "a Cache, no tensor: not in the exported file"
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_told_which_form_of_it_has_a_file():
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).eval()
+    with pytest.raises(ExportError, match=r'no ONNX form for .*set_experts_implementation\("batched_mm"\)'):
+        quantize(model, {"input_ids": torch.arange(6)[None]}, w8a8())
