@@ -8,13 +8,18 @@ from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.portable.exact_ranges import FLOAT32
 from onnx_backend.integer.portable.split_products import SplitProducts, SplitTerm, split_products
+from onnx_backend.integer.portable.wide_products import wide_product, write_products
 
 
 def requantize(b: Builder, op: Requantization) -> bool:
     """Write a requantization in 32 bits, with the codes of the 64-bit form; False if it has too many parts."""
     split = split_products(op)
     if split is None:
-        return False
+        form = wide_product(op)
+        if form is None:
+            return False
+        _cut_to_grid(b, op, write_products(b, op, form))
+        return True
     reaches = [int(max(np.max(np.abs(end)) for end in (term.lo, term.hi))) for term in op.value.terms]
     pairs = zip(split.terms, reaches, strict=True)
     distances = [_distance(b, term, reach, alone=len(split.addends) == 1) for term, reach in pairs]
@@ -49,8 +54,16 @@ def _codes(b: Builder, op: Requantization, split: SplitProducts, quotient: str, 
     if split.after:
         quotient = b.node("Add", [quotient, _int32(b, split.after)])
     if split.clips:  # its kernel is of float32: no runtime may take the products into it
-        quotient = b.node("BitwiseAnd", [quotient, _int32(b, -1)])
-        quotient = b.node("Clip", [quotient, *(_int32(b, bound) for bound in op.bounds)])
+        _cut_to_grid(b, op, b.node("BitwiseAnd", [quotient, _int32(b, -1)]))
+    else:
+        _result(b, op, quotient)
+
+
+def _cut_to_grid(b: Builder, op: Requantization, quotient: str) -> None:
+    _result(b, op, b.node("Clip", [quotient, *(_int32(b, bound) for bound in op.bounds)]))
+
+
+def _result(b: Builder, op: Requantization, quotient: str) -> None:
     to = TensorProto.INT32 if op.result in b.indices else op.encoding.onnx_kind
     if to == TensorProto.INT32:
         b.write("Identity", [quotient], op.result)
