@@ -22,6 +22,8 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     require_unmasked,
     single_scale,
 )
+from onnx_backend.integer.fixed_point.int32 import Int32
+from onnx_backend.integer.fixed_point.mantissas import ROOT, root_of_mantissa
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.exact_bounds import ULP
 from onnx_backend.integer.ir.values import Array, FixedPoint, Refused
@@ -146,19 +148,22 @@ def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     if spare > ROOM - 33:
         return reciprocal(ctx, square_root(ctx, value))
     b = ctx.builder
-    quotient = b.node("Div", [constant64(ctx, 1 << ROOM), integer_root(ctx, shifted.name)])  # (2**31, 2**32]
+    top = b.cast(_shifted_right(ctx, shifted.name, 32), TensorProto.INT32)
+    b.proven[top] = 1 << 28, (1 << 30) - 1
+    quotient = b.cast(root_of_mantissa(ctx, Int32(top, *b.proven[top])).name, TensorProto.INT64)  # 2**29..2**30
     above = b.node("Sub", [shifted.shift, b.constant(shifted.least, np.int32)])
     half = b.node("BitShift", [b.cast(above, TensorProto.UINT32), b.constant(1, np.uint32)], direction="RIGHT")
     name = _raised(ctx, quotient, half)
-    # integers = 2**62 / sqrt(value * 2**shift) * 2**((shift - least) / 2) = 2**(62 - least / 2) / sqrt(value)
-    power = ROOM - shifted.least // 2
+    # integers = 2**60 / sqrt(value * 2**shift) * 2**((shift - least) / 2) = 2**(60 - least / 2) / sqrt(value)
+    power = ROOM - 2 - shifted.least // 2
     unit = 2.0**-power / math.sqrt(float(value.scale))
     lo, hi = (math.isqrt((1 << (2 * power)) // bound) for bound in (value.hi, value.lo))
-    lo, hi = max(lo - (lo >> 28) - 2, 0), min(hi + (hi >> 28) + 2, (1 << ROOM) - 1)
+    lo, hi = max(lo - (lo >> 27) - 2, 0), min(hi + (hi >> 27) + 2, (1 << ROOM) - 1)
     off = value.error / value.lo + value.relative
     if off >= 0.5:
         raise Refused("it divides by a tensor that can be 0 within its error", "add an epsilon")
-    return int64_value(name, unit, lo, hi, relative=off / (1.0 - off) + 2.0**-28)
+    own = ROOT + 2.0**-29  # of the mantissa, and the bits below it
+    return int64_value(name, unit, lo, hi, relative=off / (1.0 - off) + own)
 
 
 def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:

@@ -1,10 +1,10 @@
 """The 64-bit product of a requantization in four 32-bit ones, for an accumulator of more bits than one part leaves.
 
-The 64-bit form is `floor((t * m + c) / 2**n)`. The distance `d` of `t` from the end of its range where the product is
-smallest is cut into `dh * 2**15 + dl` with `dl` in -2**14..2**14-1, the mantissa into `mh * 2**15 + ml`. The products
-`dl * ml`, `dh * ml + dl * mh` and `dh * mh` are added from the lowest up, each with the carry of the one below: the
-first two sums can be negative, so their low bits are cut off in front of the division, which is then exact and rounds
-down. All sums stay in int32 because `dl` has its sign.
+The 64-bit form is `floor((t * m + c) / 2**n)`. The distance `d` of `t` from the middle of its range is cut into
+`dh * 2**15 + dl` with `dl` in -2**14..2**14-1, the mantissa into `mh * 2**15 + ml`. The products `dl * ml`,
+`dh * ml + dl * mh` and `dh * mh` are added from the lowest up, each with the carry of the one below: sums can be
+negative, so their low bits are cut off in front of the division, which is then exact and rounds down. All sums stay in
+int32 because both parts of `d` have a sign.
 """
 
 from dataclasses import dataclass
@@ -52,21 +52,22 @@ def wide_product(op: Requantization) -> WideProduct | None:
         return None
     term, signed, n = terms[0], plan.mantissas[0], plan.shift
     mantissa, sign = np.abs(signed), np.where(signed < 0, -1, 1)
-    base = np.where(signed < 0, -term.hi, term.lo)
-    span = int(np.max(term.hi - term.lo))
-    sizes = np.abs(plan.addend.astype(np.float64)) + np.abs(base.astype(np.float64)) * mantissa + np.ldexp(1.0, n)
-    if int(np.max(mantissa)) >= INT32 or span >= (1 << 30) - _UNIT or np.max(sizes) > 2.0**61:
+    middle = (term.lo + term.hi) >> 1
+    base, reach = sign * middle, int(np.max(np.maximum(term.hi - middle, middle - term.lo)))
+    sizes = np.abs(plan.addend.astype(np.float64)) + (np.abs(base.astype(np.float64)) + reach) * mantissa
+    sizes = sizes + np.ldexp(1.0, n)
+    if int(np.max(mantissa)) >= INT32 or reach >= INT32 - _UNIT or np.max(sizes) > 2.0**61:
         return None
     addend = plan.addend + base * mantissa + (np.int64(1) << (n - 1))
-    lift = np.maximum(0, -(addend >> n))
+    lift = np.maximum(0, -((addend - reach * mantissa) >> n))
     none = mantissa == 0  # a constant: the shift says nothing
     lifted = addend + (lift << n)
     addend = np.where(none, (lifted >> n) << (2 * _PART + 1), lifted)
     n = np.where(none, 2 * _PART + 1, n)
     parts = (addend & (_UNIT - 1), (addend >> _PART) & (_UNIT - 1), addend >> (2 * _PART))
     shift = n - 2 * _PART
-    high, least = (span + _HALF) >> _PART, (mantissa & (_UNIT - 1), mantissa >> _PART)
-    sums = (high * least[0] + _HALF * least[1] + parts[1], high * least[1] + parts[2])
+    high, least = (reach + _UNIT) >> _PART, (mantissa & (_UNIT - 1), mantissa >> _PART)
+    sums = (high * least[0] + _HALF * least[1] + parts[1], high * least[1] + np.abs(parts[2]))
     if np.any(shift < 1) or np.any(shift > 30) or max(int(np.max(total)) for total in sums) >= INT32 - _CARRY:
         return None
     return WideProduct(sign, base * -1 + _HALF, least, parts, shift, op.encoding.zero_point - lift)
@@ -115,8 +116,9 @@ def write_products(b: Builder, op: Requantization, form: WideProduct) -> str:
     low = b.node("Sub", [low, _int32(b, _HALF)])
     least, most = form.mantissas
     pairs = (((low, least),), ((high, least), (low, most)), ((high, most),))
-    carry = ""
-    for products, addend, unit in zip(pairs, form.addends, (_UNIT, _UNIT, np.left_shift(1, form.shift)), strict=True):
+    carry, low_unit = "", np.asarray(_UNIT)
+    units: tuple[Array, ...] = (low_unit, low_unit, np.left_shift(np.int64(1), form.shift))
+    for products, addend, unit in zip(pairs, form.addends, units, strict=True):
         names = [b.node("Mul", [side, _int32(b, mantissa)]) for side, mantissa in products]
         total = names[0]
         for other in (*names[1:], *([carry] if carry else [])):

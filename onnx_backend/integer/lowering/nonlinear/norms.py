@@ -7,6 +7,7 @@ variance has only zeros left of it, so the root is never taken of less than one 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -35,7 +36,8 @@ from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext, label
-from onnx_backend.integer.ir.values import Constant, FixedPoint, Refused, Value
+from onnx_backend.integer.ir.values import Constant, FixedPoint, Lookup, Refused, Value
+from onnx_backend.integer.lowering.nonlinear.norms_of_codes import are_codes, normalized_codes
 from onnx_backend.proto.nodes import attributes
 
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair in front of it"
@@ -132,8 +134,18 @@ def _last_axes(ctx: LoweringContext, node: NodeProto, args: Args, *, centred: bo
     axes = list(range(int(attrs.get("axis", -1)) % rank, rank))
     count = math.prod(ctx.sizes(node.input[0], axes))
     epsilon = float(attrs.get("epsilon", 1e-5))
-    found = normalized_rows(ctx, to_fixed(ctx, args[0]), axes, count, epsilon, centred=centred)
+    found = _normalized(ctx, args[0], axes, count, epsilon, centred=centred)
     return replace(_affine(ctx, found, args[1:]), source=label(node))
+
+
+def _normalized(
+    ctx: LoweringContext, value: Value | None, axes: Sequence[int], count: int, epsilon: float, *, centred: bool
+) -> FixedPoint:
+    """Write a norm of codes in their own way, where its numbers fit, and of any other value in fixed point."""
+    if centred and isinstance(value, Lookup) and are_codes(value, count):
+        with suppress(Refused):
+            return normalized_codes(ctx, value, axes, count, epsilon)
+    return normalized_rows(ctx, to_fixed(ctx, value), axes, count, epsilon, centred=centred)
 
 
 def _affine(
@@ -161,7 +173,7 @@ def instance_normalization(ctx: LoweringContext, node: NodeProto, args: Args) ->
     axes = list(range(2, rank))
     count = math.prod(ctx.sizes(node.input[0], axes))
     epsilon = float(attributes(node).get("epsilon", 1e-5))
-    found = normalized_rows(ctx, to_fixed(ctx, args[0]), axes, count, epsilon, centred=True)
+    found = _normalized(ctx, args[0], axes, count, epsilon, centred=True)
     return replace(_affine(ctx, found, args[1:], (-1, *(1 for _ in axes))), source=label(node))
 
 

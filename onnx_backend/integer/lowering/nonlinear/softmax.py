@@ -29,8 +29,9 @@ from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label
 from onnx_backend.integer.ir.operations import Softmax
-from onnx_backend.integer.ir.values import Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
+from onnx_backend.integer.ir.values import Array, Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
+from onnx_backend.integer.lowering.nonlinear.shares import BITS, LONGEST, SHARE, shares
 from onnx_backend.proto.nodes import attributes
 
 _BITS = 30
@@ -43,6 +44,35 @@ _LARGEST_TABLE = 1 << 14
 _FINE = 2.0**-20
 #: A row of dynamic length is taken to have at most this many elements.
 _DYNAMIC = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Near:
+    """The scores below their row's largest.
+
+    Attributes:
+        below: the largest score of the row minus the score, in the dtype of the scores.
+        name: the same as int32, and no larger than `last`.
+        step: of the scores.
+        last: the largest of `name`.
+        empty: True if `last` stands for a share of 0.
+        largest: the largest score of a row.
+        lowest: the least that a score can be; what stands for a masked one.
+        scores: the scores, with their scale.
+        length: the number of elements of a row, None if it is not fixed.
+        axis: of a row.
+    """
+
+    below: str
+    name: str
+    step: float
+    last: int
+    empty: bool
+    largest: str
+    lowest: int
+    scores: FixedPoint
+    length: int | None
+    axis: int
 
 
 @dataclass(frozen=True)
@@ -72,8 +102,21 @@ class _Rows:
 
 def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Softmax over one axis; scores may be codes, accumulators or sums with a mask of minus infinity."""
-    rows = _rows(ctx, node, args)
-    b = ctx.builder
+    near = _near(ctx, node, args)
+    short = near.length is not None and near.length <= LONGEST and near.last < _LARGEST_TABLE
+    found, missing = _of_short_rows(ctx, near, near.length) if short and near.length else _of_rows(ctx, near)
+    value = replace(found, source=label(node), missing=missing)
+    scores = args[0]
+    if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
+        length = near.length or _DYNAMIC
+        whole = Softmax(scores.name, scores.encoding, int(attributes(node).get("axis", -1)), length)
+        ctx.softmaxes[value.name] = value, whole
+    return value
+
+
+def _of_rows(ctx: LoweringContext, near: _Near) -> tuple[FixedPoint, bool]:
+    """Write shares by a division in 64 bits; return True beside them if a row can be masked altogether."""
+    rows, b = _rows(ctx, near), ctx.builder
     share = b.node("Div", [constant64(ctx, 1 << ROOM), rows.sums])
     if rows.missing:  # 0, where the standard has NaN
         share = b.node("Where", [rows.missing, constant64(ctx, 0), share])
@@ -82,17 +125,24 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     off = 2.0 * rows.relative / (1.0 - rows.relative) if rows.relative < 0.5 else 1.0
     moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + off + rows.length * 2.0 ** (_BITS - ROOM)
     found = int64_value(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
-    value = replace(narrow_to(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
-    scores = args[0]
-    if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
-        whole = Softmax(scores.name, scores.encoding, int(attributes(node).get("axis", -1)), rows.length)
-        ctx.softmaxes[value.name] = value, whole
-    return value
+    return narrow_to(ctx, found, _BITS), bool(rows.missing)
+
+
+def _of_short_rows(ctx: LoweringContext, near: _Near, length: int) -> tuple[FixedPoint, bool]:
+    """Write shares in int32; return True beside them if a row can be masked altogether."""
+    table = _table(near)
+    missing = _missing(ctx, near, flat=True)
+    name = shares(ctx, near.name, table, near.axis, length, missing)
+    # e / s against the true e' / s', as of other rows; and what the shares themselves round
+    relative = error_of_exponential(2.0 * spread(near.scores) * near.step)
+    off = 2.0 * relative / (1.0 - relative) if relative < 0.5 else 1.0
+    error = (1.0 + length) * (0.5 + _FLOAT64) + math.ldexp(off, BITS) + SHARE
+    return FixedPoint(name, np.asarray(2.0**-BITS), 0, 1 << BITS, narrow=True, error=error), bool(missing)
 
 
 def log_softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower LogSoftmax over one axis as the scores below the largest, minus the logarithm of the sum."""
-    rows = _rows(ctx, node, args)
+    rows = _rows(ctx, _near(ctx, node, args))
     if rows.scores.masked:
         raise Refused("minus infinity was added to its input", "use Softmax, or a finite mask")
     scale = abs(float(rows.scores.scale))
@@ -106,7 +156,7 @@ def log_softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return replace(negate(add(ctx, below, logs)), source=label(node))
 
 
-def _rows(ctx: LoweringContext, node: NodeProto, args: Args) -> _Rows:
+def _near(ctx: LoweringContext, node: NodeProto, args: Args) -> _Near:
     axis = int(attributes(node).get("axis", -1))
     shape = ctx.shapes.get(node.input[0])
     length = shape[axis] if shape is not None else None
@@ -120,12 +170,9 @@ def _rows(ctx: LoweringContext, node: NodeProto, args: Args) -> _Rows:
         tensor, lowest = b.node("Sub", [b.constant(0, kind), tensor]), -scores.hi
     last = min(most, math.ceil(_FAR / step)) + 1
     if scores.masked:
-        floor = lowest - last - 1
-        tensor, lowest = b.node("Where", [scores.masked, b.constant(floor, kind), tensor]), floor
+        lowest -= last + 1
+        tensor = b.node("Where", [scores.masked, b.constant(lowest, kind), tensor])
     largest = _largest(ctx, tensor, axis, None if scores.narrow else lowest)
-    missing = ""
-    if scores.masked and scores.floor == -np.inf:
-        missing = b.node("Equal", [largest, b.constant(floor, kind)])
     below = b.node("Sub", [largest, tensor])
     near = below
     if not scores.narrow:
@@ -134,12 +181,29 @@ def _rows(ctx: LoweringContext, node: NodeProto, args: Args) -> _Rows:
         near = b.cast(near, TensorProto.INT32)
     elif scores.masked or last <= most:
         near = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
-    exponentials, error = _exponentials(ctx, near, step, last, empty=bool(scores.masked) or last <= most)
+    empty = bool(scores.masked) or last <= most
+    return _Near(below, near, step, last, empty, largest, lowest, scores, length, axis)
+
+
+def _missing(ctx: LoweringContext, near: _Near, *, flat: bool) -> str:
+    """Write which rows are masked altogether by minus infinity, without their axis if `flat`; empty if none can be."""
+    if not near.scores.masked or near.scores.floor != -np.inf:
+        return ""
+    b, largest = ctx.builder, near.largest
+    if flat:
+        largest = b.node("Squeeze", [largest, constant64(ctx, np.asarray([near.axis]))])
+    return b.node("Equal", [largest, b.constant(near.lowest, np.int32 if near.scores.narrow else np.int64)])
+
+
+def _rows(ctx: LoweringContext, near: _Near) -> _Rows:
+    b, length = ctx.builder, near.length or _DYNAMIC
+    missing = _missing(ctx, near, flat=False)
+    exponentials, error = _exponentials(ctx, near)
     wide = b.cast(exponentials, TensorProto.INT64)
-    sums = b.node("ReduceSum", [wide, constant64(ctx, np.asarray([axis]))], keepdims=1)
-    b.proven[sums] = 1 << _BITS, (length or _DYNAMIC) << _BITS  # the largest score counts as 1
-    relative = error_of_exponential(2.0 * spread(scores) * step)
-    return _Rows(below, exponentials, sums, missing, error, relative, scores, length or _DYNAMIC)
+    sums = b.node("ReduceSum", [wide, constant64(ctx, np.asarray([near.axis]))], keepdims=1)
+    b.proven[sums] = 1 << _BITS, length << _BITS  # the largest score counts as 1
+    relative = error_of_exponential(2.0 * spread(near.scores) * near.step)
+    return _Rows(near.below, exponentials, sums, missing, error, relative, near.scores, length)
 
 
 def _scores(ctx: LoweringContext, value: Value | None) -> FixedPoint:
@@ -173,14 +237,18 @@ def _largest(ctx: LoweringContext, tensor: str, axis: int, lowest: int | None) -
     return b.node("Add", [found, constant64(ctx, lowest)])
 
 
-def _exponentials(ctx: LoweringContext, below: str, step: float, last: int, *, empty: bool) -> tuple[str, float]:
-    """Write exp(-below * step) in units of 2**-_BITS for 0..last, where `last` stands for 0 if `empty`."""
-    b = ctx.builder
+def _table(near: _Near) -> Array:
+    table = table_of_exponentials(near.step, near.last + 1, _BITS)
+    if near.empty:
+        table[-1] = 0
+    return table
+
+
+def _exponentials(ctx: LoweringContext, near: _Near) -> tuple[str, float]:
+    """Write exp(-near * step) in units of 2**-_BITS for 0..last, where `last` stands for 0 if `empty`."""
+    b, below, step, last = ctx.builder, near.name, near.step, near.last
     if last < _LARGEST_TABLE:
-        table = table_of_exponentials(step, last + 1, _BITS)
-        if empty:
-            table[-1] = 0
-        return gather_table(ctx, table, below, below), 0.5 + _FLOAT64
+        return gather_table(ctx, _table(near), below, below), 0.5 + _FLOAT64
     low = (last.bit_length() + 1) // 2
     if low > 14:
         raise Refused(
@@ -190,7 +258,7 @@ def _exponentials(ctx: LoweringContext, below: str, step: float, last: int, *, e
     product = b.node("Add", [b.node("Mul", parts), constant64(ctx, 1 << (_BITS - 1))])
     shifted = b.node("BitShift", [b.cast(product, TensorProto.UINT64), b.constant(_BITS, np.uint64)], direction="RIGHT")
     found = b.cast(shifted, TensorProto.INT32)
-    if empty:  # the last place holds less than half a unit, or a mask, which must be exactly 0
+    if near.empty:  # the last place holds less than half a unit, or a mask, which must be exactly 0
         some = b.node("Less", [below, b.constant(last, np.int32)])
         found = b.node("Mul", [found, b.cast(some, TensorProto.INT32)])
     return found, 1.5 + 3 * _FLOAT64

@@ -1,0 +1,144 @@
+"""Norms of 8-bit codes: sums and products of whole tensors in int32, and only numbers of rows in 64 bits.
+
+With u the codes of a row of n, `c = u - round(mean)` are small, and so are their sum d and the sum a of their squares:
+`v = n * a - d**2` is the variance in units of `(scale / n)**2`. The result is `(n * c - d) / sqrt(v + epsilon)`, which
+is `c * k - q` with two numbers per row. Both are cut into whole units of the result and 14 bits below.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant, constant64, narrow_to
+from onnx_backend.integer.fixed_point.int32 import Int32, add, multiply, shifted, spread_over, subtract, summed
+from onnx_backend.integer.fixed_point.newton import reciprocal_root
+from onnx_backend.integer.ir.context import LoweringContext
+from onnx_backend.integer.ir.values import FixedPoint, Lookup, Refused, Value
+
+#: Rows are no longer.
+_LONGEST = 1 << 13
+#: Bits of the reciprocal of a row's length.
+_MEAN = 22
+#: Bits below a unit of the result.
+_BELOW = 14
+#: Bits of the result.
+_BITS = 29
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The codes of rows and their numbers.
+
+    Attributes:
+        beside: `u - m`, where m is a whole number near the mean of the row.
+        rest: the sum of these.
+        variance: `n * sum of squares - rest**2`, and n - 1 for a row of equal codes.
+        off: bound of the distance of m from the mean.
+    """
+
+    beside: Int32
+    rest: Int32
+    variance: FixedPoint
+    off: float
+
+
+def are_codes(value: Value | None, count: int) -> bool:
+    """Return True if a value is a tensor of 8-bit codes, in rows whose sums fit."""
+    codes = isinstance(value, Lookup) and value.encoding is not None and not value.encoding.wide
+    return codes and 2 <= count <= _LONGEST
+
+
+def normalized_codes(
+    ctx: LoweringContext, value: Lookup, axes: Sequence[int], count: int, epsilon: float
+) -> FixedPoint:
+    """Write `(x - mean) / sqrt(variance + epsilon)` of codes.
+
+    Args:
+        ctx: where nodes are written.
+        value: x.
+        axes: of a row.
+        count: number of elements of a row.
+        epsilon: not negative.
+
+    Raises:
+        Refused: epsilon is far larger than any variance.
+    """
+    assert value.encoding is not None
+    rows, hi = _rows(ctx, value.name, value.encoding.hi, axes, count), value.encoding.hi
+    inverse = reciprocal_root(ctx, add_constant(rows.variance, epsilon * count**2 / float(value.encoding.scale) ** 2))
+    inverse = narrow_to(ctx, inverse, ROOM - 2 - count.bit_length())
+    # no result is larger than the root of count - 1
+    whole = math.ceil(math.sqrt(count) / float(inverse.scale) * (1.0 + 2.0**-16))
+    unit = max(whole.bit_length() - _BITS, 0)
+    unit += (whole >> unit) + (1 << 16) > 1 << _BITS
+    if unit < _BELOW:
+        raise Refused("its epsilon is far larger than its variance", "make epsilon smaller")
+    top = (whole >> unit) + 2
+    name = _scaled(ctx, rows, inverse, (axes, count, unit, top))
+    # half a unit, the units of 2**-14 that the numbers of the row are cut to, and what narrowing rounded off
+    most = (count * hi + rows.rest.hi) * inverse.error
+    error = 0.5 + (hi + 2.0) * 2.0**-_BELOW + math.ldexp(most, -unit)
+    scale = np.asarray(math.ldexp(float(inverse.scale), unit))
+    return FixedPoint(name, scale, -top, top, narrow=True, error=error, relative=inverse.relative)
+
+
+def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count: int) -> _Rows:
+    b = ctx.builder
+    u = Int32(b.cast(codes, TensorProto.INT32), 0, hi)
+    share = round((1 << _MEAN) / count)
+    off = 0.5 + hi * count * 0.5 / (1 << _MEAN)
+    total = summed(ctx, u, axes, (0, hi * count))
+    near = shifted(ctx, add(ctx, multiply(ctx, total, share), 1 << (_MEAN - 1)), _MEAN)
+    beside = subtract(ctx, u, spread_over(ctx, near, axes), (-hi, hi))
+    squares = summed(ctx, multiply(ctx, beside, beside), axes, (0, math.floor(count * (hi**2 / 4 + off**2)) + 1))
+    bound = math.floor(count * off) + 1
+    rest = subtract(ctx, total, multiply(ctx, near, count), (-bound, bound))
+    wide = b.cast(rest.name, TensorProto.INT64)
+    raised = b.node("Mul", [b.cast(squares.name, TensorProto.INT64), constant64(ctx, count)])
+    name = b.node("Sub", [raised, b.node("Mul", [wide, wide])])
+    most = count**2 * hi**2 // 4 + 1
+    b.proven[name] = 0, most
+    empty = b.cast(b.node("Equal", [name, constant64(ctx, 0)]), TensorProto.INT64)
+    filled = b.node("Add", [name, b.node("Mul", [empty, constant64(ctx, count - 1)])])
+    b.proven[filled] = count - 1, most
+    return _Rows(beside, rest, FixedPoint(filled, np.ones(()), count - 1, max(most, count - 1)), off)
+
+
+def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple[Sequence[int], int, int, int]) -> str:
+    """Write `(n * c - d) * inverse / 2**unit`, rounded."""
+    axes, count, unit, top = facts
+    b, down = ctx.builder, unit - _BELOW
+    factor = b.node("Mul", [inverse.name, constant64(ctx, count)])
+    product = b.node("Mul", [b.cast(rows.rest.name, TensorProto.INT64), inverse.name])
+    # |d| is at most `off * n`, and the variance at least n - 1
+    largest = math.ceil(rows.off * count / math.sqrt(count - 1) / float(inverse.scale) * (1.0 + 2.0**-16))
+    lift = (largest >> unit) + 1
+    b.proven[product] = -largest, largest
+    lowered = b.node("Sub", [constant64(ctx, lift << unit), product])
+    b.proven[lowered] = (lift << unit) - largest, (lift << unit) + largest
+    ends = (0, (count * inverse.hi) >> unit), (0, 2 * lift)
+    halves = [_halves(ctx, name, down, bounds) for name, bounds in zip((factor, lowered), ends, strict=True)]
+    (k_low, k), (q_low, q) = ([spread_over(ctx, part, axes) for part in pair] for pair in halves)
+    c, steps = rows.beside, 1 << _BELOW
+    raised = add(ctx, q_low, c.hi * steps + steps // 2)  # so that it is not negative with the product
+    below = add(ctx, multiply(ctx, c, k_low), raised, (0, 2 * (c.hi + 1) * steps))
+    lowered_q = subtract(ctx, q, lift + c.hi)
+    most = top + lift + c.hi + 2
+    above = add(ctx, multiply(ctx, c, k, (-most, most)), shifted(ctx, below, _BELOW), (-most - c.hi, most + c.hi))
+    return add(ctx, above, lowered_q, (-top, top)).name
+
+
+def _halves(ctx: LoweringContext, name: str, down: int, bounds: tuple[int, int]) -> list[Int32]:
+    """Write the last 14 bits of an int64 tensor over `2**down`, which is not negative, and the bits above them."""
+    b = ctx.builder
+    wide = b.cast(name, TensorProto.UINT64)
+    if down:
+        wide = b.node("BitShift", [wide, b.constant(down, np.uint64)], direction="RIGHT")
+    low = b.cast(b.node("BitwiseAnd", [wide, b.constant((1 << _BELOW) - 1, np.uint64)]), TensorProto.INT32)
+    above = b.node("BitShift", [wide, b.constant(_BELOW, np.uint64)], direction="RIGHT")
+    high = b.cast(above, TensorProto.INT32)
+    b.proven[high] = bounds
+    return [Int32(low, 0, (1 << _BELOW) - 1), Int32(high, *bounds)]

@@ -1,0 +1,82 @@
+"""The shares of exponentials in the sum of their row, in int32: halves of 15 bits, one reciprocal per row.
+
+With e an exponential in units of 2**-30 and s the sum of its row, `e * (2**60 / s) / 2**30` is its share in the same
+unit. The halves of e come from two tables, those of the reciprocal from one Newton step per row; of their four products
+the lowest is left out, and half of what it can be is added instead.
+"""
+
+import numpy as np
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import gather_table
+from onnx_backend.integer.fixed_point.int32 import (
+    Int32,
+    add,
+    cut,
+    looked_up,
+    multiply,
+    shifted,
+    spread_over,
+    summed,
+)
+from onnx_backend.integer.fixed_point.mantissas import RECIPROCAL, reciprocal_of_mantissa
+from onnx_backend.integer.ir.context import LoweringContext
+from onnx_backend.integer.ir.values import Array
+
+#: Bits of an exponential and of a share.
+BITS = 30
+#: Rows are no longer.
+LONGEST = (1 << 15) - 1
+_HALF = BITS // 2
+#: Bound of the error of a share, in its unit: the reciprocal's, that of the mantissa (half a unit of 2**-29), of the
+#: reciprocal itself (half a unit), and of the products that are left out and cut off.
+SHARE = RECIPROCAL * 2.0**BITS + 1.0 + 0.5 + 1.0 + 2.0**-_HALF
+
+
+def shares(ctx: LoweringContext, index: str, table: Array, axis: int, length: int, missing: str) -> str:
+    """Write the shares of exponentials in units of 2**-30.
+
+    Args:
+        ctx: where nodes are written.
+        index: int32, places in the table.
+        table: the exponentials in units of 2**-30, of which every row has a largest of 1.
+        axis: of a row.
+        length: of a row.
+        missing: a bool tensor without the axis, true for rows whose shares are 0; empty if there are none.
+    """
+    halves = (table & ((1 << _HALF) - 1), table >> _HALF)
+    low, high = (Int32(gather_table(ctx, part, index, index), 0, int(part.max())) for part in halves)
+    for part in (low, high):
+        ctx.builder.proven[part.name] = part.lo, part.hi
+    inverse = _reciprocal(ctx, summed(ctx, low, [axis], (0, length << _HALF)), _sum_of_high(ctx, high, axis, length))
+    if missing:
+        zero = ctx.builder.constant(0, np.int32)
+        inverse = Int32(ctx.builder.node("Where", [missing, zero, inverse.name]), 0, inverse.hi)
+        ctx.builder.proven[inverse.name] = 0, inverse.hi
+    small, large = (spread_over(ctx, part, [axis]) for part in cut(ctx, inverse, _HALF))
+    # a reciprocal of 2**30 has no small half, and an exponential of 2**30 no low one: the sum stays below 2**31
+    most = (1 << 31) - (1 << 16)
+    sides = multiply(ctx, high, small, (0, most)), multiply(ctx, low, large, (0, most))
+    across = add(ctx, add(ctx, *sides, (0, most)), (1 << _HALF) - 1)
+    found = add(ctx, multiply(ctx, high, large), shifted(ctx, across, _HALF), (0, 1 << BITS))
+    return found.name
+
+
+def _sum_of_high(ctx: LoweringContext, high: Int32, axis: int, length: int) -> Int32:
+    return summed(ctx, high, [axis], (1 << _HALF, length << _HALF))
+
+
+def _reciprocal(ctx: LoweringContext, low: Int32, high: Int32) -> Int32:
+    """Write `2**60 / s` for the sum `s = high * 2**15 + low` of a row, at least 2**30 and below 2**45."""
+    rest, carry = cut(ctx, low, _HALF)
+    length = high.hi >> _HALF
+    whole = add(ctx, high, carry, (high.lo, length << _HALF))
+    # shifted left by so much, the sum has 30 bits
+    factors = np.asarray([1 << (_HALF - max(i.bit_length(), 1)) for i in range(length + 1)])
+    factor = looked_up(ctx, factors, shifted(ctx, whole, _HALF))
+    raised = multiply(ctx, whole, factor, (1 << (BITS - 1), (1 << BITS) - 1))
+    below = shifted(ctx, add(ctx, multiply(ctx, rest, factor), 1 << (_HALF - 1)), _HALF)
+    mantissa = reciprocal_of_mantissa(ctx, add(ctx, raised, below, (1 << (BITS - 1), 1 << BITS)))
+    small, large = cut(ctx, mantissa, _HALF)
+    top = multiply(ctx, multiply(ctx, large, factor), 2)
+    under = shifted(ctx, add(ctx, multiply(ctx, small, factor), 1 << (_HALF - 2)), _HALF - 1)
+    return add(ctx, top, under, (0, 1 << BITS))
