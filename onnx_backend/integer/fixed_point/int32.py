@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64, gather_table
+from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import Array, Refused
 
@@ -83,14 +83,15 @@ def shifted(ctx: LoweringContext, x: Int32, by: int) -> Int32:
 
 def cut(ctx: LoweringContext, x: Int32, bits: int) -> tuple[Int32, Int32]:
     """Write the low bits of numbers that are not negative, and the rest of them divided by their unit."""
-    high = shifted(ctx, x, bits)
-    raised = multiply(ctx, high, 1 << bits)
-    return subtract(ctx, x, raised, (0, min((1 << bits) - 1, x.hi))), high
+    mask = (1 << bits) - 1
+    low = ctx.builder.node("BitwiseAnd", [x.name, ctx.builder.constant(mask, np.int32)])
+    ctx.builder.proven[low] = 0, min(mask, x.hi)
+    return Int32(low, 0, min(mask, x.hi)), shifted(ctx, x, bits)
 
 
 def looked_up(ctx: LoweringContext, table: Array, index: Int32) -> Int32:
-    """Write `table[index]`."""
-    name = gather_table(ctx, table, index.name, index.name)
+    """Write `table[index]` for numbers of rows, which are so few that one node is worth more than a fast one."""
+    name = ctx.builder.node("Gather", [ctx.builder.constant(table, np.int32, "table"), index.name])
     lo, hi = int(table.min()), int(table.max())
     ctx.builder.proven[name] = lo, hi
     return Int32(name, lo, hi)

@@ -65,14 +65,14 @@ def _corrected(ctx: LoweringContext, seed: Int32, residue: Int32, times: int) ->
 def _seed(ctx: LoweringContext, mantissa: Int32, function: Callable[[Array], Array]) -> Int32:
     """Write the nearest integers to a function that falls, by straight lines between the multiples of 2**19."""
     first, last = mantissa.lo >> _BELOW, mantissa.hi >> _BELOW
-    places = (np.arange(first, last + 2, dtype=np.float64) * (1 << _BELOW)) + (1 << (_UNSEEN - 1))
+    lines = np.maximum(np.arange(last + 2, dtype=np.float64), first)  # those below the first are not looked up
+    places = lines * (1 << _BELOW) + (1 << (_UNSEEN - 1))
     knots = function(places) * (1 << _FINER)
     steps = 1 << (_BELOW - _UNSEEN)
     slopes = np.rint((knots[:-1] - knots[1:]) / steps).astype(np.int64)
     bases = np.rint(knots[:-1]).astype(np.int64) + (1 << (_FINER - 1))
     within, line = cut(ctx, shifted(ctx, mantissa, _UNSEEN), _BELOW - _UNSEEN)
-    index = subtract(ctx, line, first) if first else line
-    fall = multiply(ctx, looked_up(ctx, slopes, index), within)
+    fall = multiply(ctx, looked_up(ctx, slopes, line), within)
     top = int(knots[0]) + (1 << (_FINER - 1))
-    height = subtract(ctx, looked_up(ctx, bases, index), fall, (int(knots[-1]), top))
+    height = subtract(ctx, looked_up(ctx, bases, line), fall, (int(knots[-1]), top))
     return shifted(ctx, height, _FINER)

@@ -219,7 +219,10 @@ class Arithmetic:
         if fits(x.lo, x.hi) and by > _MOST_SHIFT:
             return self.shifted_right(self.shifted_right(x, _MOST_SHIFT), by - _MOST_SHIFT)
         if fits(x.lo, x.hi) and lo >= -FLOAT32 and hi < FLOAT32:
-            return Number((self._split(self.flat(x), by)[1],), lo, hi)
+            name = self.flat(x)
+            if x.lo < 0 or x.hi >= FLOAT32:  # else the division is exact, and rounds down
+                name = self.b.node("BitwiseAnd", [name, self.int32(-1 << by)])
+            return Number((self.b.node("Div", [name, self.int32(1 << by)]),), lo, hi)
         whole, bits = divmod(by, PART)
         names = self.names(x, whole + 1)[whole:]
         if bits:

@@ -94,6 +94,8 @@ def _sum(state: Rewriter, node: NodeProto) -> None:
     axes = None if len(node.input) < 2 else [int(axis) for axis in state.constants[node.input[1]].reshape(-1)]
     value, count = state.int32(node.input[0]), state.count(node, axes)
     lo, hi = value.lo * count, value.hi * count
+    if value.lo >= 0 and node.output[0] in state.bounds:  # no sum of some of them is larger than that of all
+        hi = min(hi, state.bounds[node.output[0]][1])
     if max(-lo, hi) <= FLOAT32 and state.types[node.output[0]] not in WIDE:
         state.copy(node, (min(lo, 0), max(hi, 0)))
         return

@@ -35,7 +35,7 @@ class _Rows:
     Attributes:
         beside: `u - m`, where m is a whole number near the mean of the row.
         rest: the sum of these.
-        variance: `n * sum of squares - rest**2`, and n - 1 for a row of equal codes.
+        variance: `n * sum of squares - rest**2`, and n for a row of equal codes.
         off: bound of the distance of m from the mean.
     """
 
@@ -97,14 +97,14 @@ def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count:
     bound = math.floor(count * off) + 1
     rest = subtract(ctx, total, multiply(ctx, near, count), (-bound, bound))
     wide = b.cast(rest.name, TensorProto.INT64)
-    raised = b.node("Mul", [b.cast(squares.name, TensorProto.INT64), constant64(ctx, count)])
+    # equal codes are their mean, so that their squares are 0, and only theirs; of others the variance is n - 1 or more
+    filled = b.node("Max", [squares.name, b.constant(1, np.int32)])
+    b.proven[filled] = 1, squares.hi
+    raised = b.node("Mul", [b.cast(filled, TensorProto.INT64), constant64(ctx, count)])
     name = b.node("Sub", [raised, b.node("Mul", [wide, wide])])
-    most = count**2 * hi**2 // 4 + 1
-    b.proven[name] = 0, most
-    empty = b.cast(b.node("Equal", [name, constant64(ctx, 0)]), TensorProto.INT64)
-    filled = b.node("Add", [name, b.node("Mul", [empty, constant64(ctx, count - 1)])])
-    b.proven[filled] = count - 1, most
-    return _Rows(beside, rest, FixedPoint(filled, np.ones(()), count - 1, max(most, count - 1)), off)
+    most = count**2 * hi**2 // 4 + count
+    b.proven[name] = count - 1, most
+    return _Rows(beside, rest, FixedPoint(name, np.ones(()), count - 1, most), off)
 
 
 def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple[Sequence[int], int, int, int]) -> str:
