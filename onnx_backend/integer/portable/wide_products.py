@@ -56,21 +56,19 @@ def wide_product(op: Requantization) -> WideProduct | None:
     base, reach = sign * middle, int(np.max(np.maximum(term.hi - middle, middle - term.lo)))
     sizes = np.abs(plan.addend.astype(np.float64)) + (np.abs(base.astype(np.float64)) + reach) * mantissa
     sizes = sizes + np.ldexp(1.0, n)
-    if int(np.max(mantissa)) >= INT32 or reach >= INT32 - _UNIT or np.max(sizes) > 2.0**61:
+    if int(np.max(mantissa)) >= INT32 or reach >= INT32 - _UNIT or np.max(sizes) > 2.0**62:
         return None
     addend = plan.addend + base * mantissa + (np.int64(1) << (n - 1))
-    lift = np.maximum(0, -((addend - reach * mantissa) >> n))
-    none = mantissa == 0  # a constant: the shift says nothing
-    lifted = addend + (lift << n)
-    addend = np.where(none, (lifted >> n) << (2 * _PART + 1), lifted)
-    n = np.where(none, 2 * _PART + 1, n)
+    whole, none = addend >> n, mantissa == 0
+    addend = np.where(none, 0, addend - (whole << n))
+    n = np.where(none, 2 * _PART + 1, n)  # of a constant the shift says nothing
     parts = (addend & (_UNIT - 1), (addend >> _PART) & (_UNIT - 1), addend >> (2 * _PART))
     shift = n - 2 * _PART
     high, least = (reach + _UNIT) >> _PART, (mantissa & (_UNIT - 1), mantissa >> _PART)
-    sums = (high * least[0] + _HALF * least[1] + parts[1], high * least[1] + np.abs(parts[2]))
+    sums = (high * least[0] + _HALF * least[1] + parts[1], high * least[1] + parts[2])
     if np.any(shift < 1) or np.any(shift > 30) or max(int(np.max(total)) for total in sums) >= INT32 - _CARRY:
         return None
-    return WideProduct(sign, base * -1 + _HALF, least, parts, shift, op.encoding.zero_point - lift)
+    return WideProduct(sign, _HALF - base, least, parts, shift, op.encoding.zero_point + whole)
 
 
 def quotients(form: WideProduct, values: Array) -> Array:

@@ -1,0 +1,104 @@
+"""Requantization by four products of 32 bits: the codes of the 64-bit form, for every kind of constants."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.operations import Requantization
+from onnx_backend.integer.ir.requantization import RequantMultiplier
+from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
+from onnx_backend.integer.portable.requantize import requantize
+from onnx_backend.integer.portable.wide_products import quotients, wide_product
+from onnx_backend.integer.reference.run import run_reference
+
+
+def operation(lo, hi, mantissas, shifts, addends, rounding="half_up", *, codes=False):
+    array = lambda v: np.asarray(v, np.int64)  # noqa: E731
+    none = np.zeros((), np.int64)
+    plan = RequantMultiplier((array(mantissas),), array(shifts), array(addends), none, none, False, 0, Fraction(0))
+    term = Term("t", np.ones(()), none, array(lo), array(hi), codes)
+    encoding = ActivationEncoding(1.0, 120, TensorProto.UINT8)
+    return Requantization(Linear((term,)), encoding, plan, rounding, (3, 250), "y", "y", {})
+
+
+def rows_of(op):
+    """Mantissa, shift and addend of every channel."""
+    plan = op.plan
+    columns = np.broadcast_arrays(plan.mantissas[0], plan.shift, plan.addend)
+    return list(zip(*(column.reshape(-1).tolist() for column in columns), strict=True))
+
+
+def exact(op, values):
+    """The codes before they are cut, in Python's integers, one row of values per channel."""
+    pairs = zip(values.tolist(), rows_of(op), strict=True)
+    return np.asarray([[((t * m + c + (1 << (n - 1))) >> n) + 120 for t in row] for row, (m, n, c) in pairs])
+
+
+def drawn_values(op, seed=0):
+    """The ends, places next to cuts of 15 bits, and where the codes change: one row per channel."""
+    rng = np.random.default_rng(seed)
+    lo, hi = int(op.value.terms[0].lo), int(op.value.terms[0].hi)
+    rows = []
+    for m, n, c in rows_of(op):
+        steps = [((k << n) + (1 << (n - 1)) - c) // m for k in range(-3, 4)] if m else [0] * 7
+        near = [s + d for s in steps for d in (-1, 0, 1)]
+        cuts = [(k << 15) + d for k in rng.integers(-(1 << 15), 1 << 15, 20).tolist() for d in (-1, 0, 1 << 14)]
+        whole = [lo, hi, lo + 1, hi - 1, 0, *near, *cuts, *rng.integers(lo, hi, 60, endpoint=True).tolist()]
+        rows.append([min(max(v, lo), hi) for v in whole])
+    return np.asarray(rows, np.int64)
+
+
+CHANNEL = st.tuples(st.integers(-(1 << 31) + 1, (1 << 31) - 1), st.integers(31, 58), st.integers(-(1 << 59), 1 << 59))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(-(1 << 30), 1 << 30), st.integers(1, 1 << 30), st.lists(CHANNEL, min_size=1, max_size=4), st.integers(0)
+)
+@example(0, 1 << 30, [((1 << 31) - 1, 52, 0)], 0)
+@example(-(1 << 29), 1 << 30, [((1 << 31) - 1, 53, -(1 << 59)), (-(1 << 31) + 1, 53, 1 << 59), (0, 40, 1 << 45)], 0)
+def test_the_codes_are_those_of_the_64_bit_form(lo, span, channels, seed):
+    mantissas, shifts, addends = ([[c[i]] for c in channels] for i in range(3))
+    op = operation(lo, lo + span, mantissas, shifts, addends)
+    form = wide_product(op)
+    assume(form is not None)
+    values = drawn_values(op, seed % 1000)
+    np.testing.assert_array_equal(quotients(form, values), exact(op, values))
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi"), [(0, 1 << 30), (-(1 << 29), 1 << 29), (5, (1 << 30) + 5)], ids=["rising", "centred", "moved"]
+)
+def test_a_full_range_and_a_full_mantissa_have_a_form(lo, hi):
+    op = operation(lo, hi, (1 << 31) - 1, 53, 12345)
+    form = wide_product(op)
+    assert form is not None
+    values = drawn_values(op)
+    np.testing.assert_array_equal(quotients(form, values), exact(op, values))
+
+
+def test_what_has_no_such_form_is_left_to_others():
+    assert wide_product(operation(0, 1 << 28, (1 << 31) - 1, 53, 0, "half_even")) is None
+    assert wide_product(operation(0, 1 << 28, 1 << 33, 55, 0)) is None
+    assert wide_product(operation(0, 1 << 28, 1 << 30, 29, 0)) is None
+    assert wide_product(operation(-(1 << 31), (1 << 31) - 1, (1 << 31) - 1, 40, 0)) is None
+
+
+def test_the_nodes_compute_what_the_constants_say():
+    mantissas, shifts, addends = [[1520514153], [-1483875181], [0]], [[51], [50], [40]], [[1 << 50], [-(1 << 48)], [9]]
+    op = operation(-328769965, 328769965, mantissas, shifts, addends)
+    values = drawn_values(op)
+    b = Builder(["t", "y"], "half_up")
+    b.label, b.indices = "y", set()
+    assert requantize(b, op)
+    kinds = {"t": TensorProto.INT32, "y": TensorProto.UINT8}
+    edges = [helper.make_tensor_value_info(name, kind, values.shape) for name, kind in kinds.items()]
+    graph = helper.make_graph(b.nodes, "products", edges[:1], edges[1:], b.initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    found = run_reference(model, {"t": values.astype(np.int32)})["y"]
+    np.testing.assert_array_equal(found, np.clip(exact(op, values), 3, 250))
