@@ -68,6 +68,30 @@ def layer_norm():
     return net.model()
 
 
+def norms_of_codes():
+    """Gains of both signs and 0, rows whose squares need two sums, a small epsilon, and InstanceNormalization."""
+    net = Net()
+    x = net.qdq(net.input([2, 3, 1100]), 0.05, 119)
+    gain = net.rng.uniform(-1.5, 1.5, 1100).astype(np.float32)
+    gain[::7] = 0.0
+    bias = net.const(net.rng.uniform(-0.5, 0.5, 1100).astype(np.float32))
+    y = net.op("LayerNormalization", x, net.const(gain), bias, epsilon=1e-12)
+    net.output(net.qdq(y, 0.03, 120), [2, 3, 1100])
+    gains = [net.const(np.array(values, np.float32)) for values in ([1.5, -0.5, 0.1], [0.1, 0.0, -0.3])]
+    net.output(net.qdq(net.op("InstanceNormalization", x, *gains, epsilon=0.1), 0.03, 120), [2, 3, 1100], "y2")
+    return net.model()
+
+
+def long_rows():
+    """Softmax along a middle axis of more elements than are summed at once, and where nothing is subtracted."""
+    net = Net()
+    x = net.qdq(net.input([2, 700, 3]), 0.05, 119)
+    net.output(net.qdq(net.op("Softmax", x, axis=1), 0.0005, 0), [2, 700, 3])
+    z = net.qdq(net.input([3, 1], "z"), 0.05, 119)
+    net.output(net.qdq(net.op("Softmax", z), 1 / 255, 0), [3, 1], "y2")
+    return net.model()
+
+
 def log_softmax():
     net = Net()
     x = net.qdq(net.input([3, 24]), 0.05, 119)
@@ -132,10 +156,23 @@ def guarded():
 
 
 @pytest.mark.spread(3)
-@pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve, masked, joined_scales, gru, guarded])
+@pytest.mark.parametrize(
+    "make", [layer_norm, norms_of_codes, long_rows, log_softmax, root, curve, masked, joined_scales, gru, guarded]
+)
 def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     standard, portable = both(make(), edges="integer")
     require_same(standard, portable, codes(standard, make()))
+
+
+def test_rows_without_a_variance_and_with_an_outlier_are_the_same_everywhere():
+    model = layer_norm()
+    standard, portable = both(model, edges="integer")
+    feeds = codes(standard, model)
+    (name,) = feeds
+    rows = feeds[name].reshape(15, 24)
+    rows[:6] = np.array([0, 255, 119, 7, 128, 254])[:, None]
+    rows[6:9], rows[6, 3], rows[7, 0], rows[8, ::2] = 0, 255, 1, 255
+    require_same(standard, portable, feeds)
 
 
 @pytest.mark.slow
