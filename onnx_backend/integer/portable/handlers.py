@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -65,7 +66,7 @@ def _extreme_of(state: Rewriter, left: Number, right: Number, *, largest: bool) 
     a, choose = state.arithmetic, max if largest else min
     below = a.negative(a.add(left, right, sign=-1))
     found = a.chosen(below, *((right, left) if largest else (left, right)))
-    return Number(found.parts, choose(left.lo, right.lo), choose(left.hi, right.hi), found.array)
+    return replace(found, lo=choose(left.lo, right.lo), hi=choose(left.hi, right.hi))
 
 
 def _cast(state: Rewriter, node: NodeProto) -> None:
@@ -176,7 +177,7 @@ def _clip(state: Rewriter, node: NodeProto) -> None:
     found = state.int32(node.input[0])
     for end, above in zip(ends, (False, True), strict=True):
         found = _extreme_of(state, found, end, largest=not above)
-    state.found(node.output[0], Number(found.parts, lo, hi, found.array))
+    state.found(node.output[0], replace(found, lo=lo, hi=hi))
 
 
 def _shift(state: Rewriter, node: NodeProto) -> None:
@@ -201,7 +202,7 @@ def _shift(state: Rewriter, node: NodeProto) -> None:
         else a.power(constant(most - by.array))
     )
     found = a.shifted_right(a.multiply(value, over), most)
-    state.found(node.output[0], Number(found.parts, max(found.lo, ends[0]), min(found.hi, ends[1]), found.array))
+    state.found(node.output[0], replace(found, lo=max(found.lo, ends[0]), hi=min(found.hi, ends[1])))
 
 
 def _bits(state: Rewriter, node: NodeProto) -> None:
@@ -224,7 +225,7 @@ def _absolute(state: Rewriter, node: NodeProto) -> None:
     a = state.arithmetic
     test, opposite = a.negative(value), a.add(constant(np.asarray(0)), value, sign=-1)
     found = a.chosen(test, opposite, value)
-    state.found(node.output[0], Number(found.parts, 0, max(-value.lo, value.hi)))
+    state.found(node.output[0], replace(found, lo=0, hi=max(-value.lo, value.hi)))
 
 
 def _divide(state: Rewriter, node: NodeProto) -> None:

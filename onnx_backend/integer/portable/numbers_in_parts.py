@@ -2,12 +2,13 @@
 
 A number is `sum of parts[i] * 2**(14 * i)`: all parts but the last are in 0..2**14-1, the last one has the sign.
 Products of two parts stay below 2**28, so several of them can be added in int32. Static bounds decide how many parts a
-number has; one that fits in int32 is a single tensor, which is only cut into parts where something needs them.
+number has; one that fits in int32 is a single tensor, which is only cut into parts where something needs them. Sums and
+products leave their parts *loose*, beyond that range: carries are only added where something needs them.
 """
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from onnx_backend.integer.portable.exact_ranges import FLOAT32, INT32
 PART = 14
 _MASK = (1 << PART) - 1
 _MOST_SHIFT = 28
+#: Loose parts are smaller, so that two of them can be added, and a carry too.
+_ROOM = (1 << 30) - (1 << 18)
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class Number:
         lo: smallest value it can have.
         hi: largest value it can have.
         array: its values if it is constant, as Python integers.
+        loose: bounds of every part, where these are beyond the range of a part; else empty.
     """
 
     parts: tuple[str, ...]
     lo: int
     hi: int
     array: Array | None = None
+    loose: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Arithmetic:
 
     def __init__(self, b: Builder) -> None:
         self.b = b
+        self._tight: dict[tuple[str, ...], Number] = {}
 
     def int32(self, values: Array | int) -> str:
         """Return the name of an int32 constant.
@@ -96,6 +102,7 @@ class Arithmetic:
             return self.int32(x.array)
         if len(x.parts) == 1:
             return x.parts[0]
+        x = self.tight(x)
         if not fits(x.lo, x.hi):
             raise Refused("a number of more than 32 bits is read as a whole", 'use target="standard"')
         parts = self._without_sign_parts(list(x.parts), count_parts(x.lo, x.hi))
@@ -110,11 +117,26 @@ class Arithmetic:
         if x.array is not None:
             lower = [(x.array >> (PART * i)) & _MASK for i in range(count - 1)]
             return [_of_array(part) for part in (*lower, x.array >> (PART * (count - 1)))]
-        parts = self._without_sign_parts(list(x.parts), count)
+        parts = self._without_sign_parts(list(self.tight(x).parts), count)
         while len(parts) < count:
             low, high = self._split(parts.pop(), PART)
             parts += [low, high]
         return self._bounded(parts, x.lo, x.hi)
+
+    def tight(self, x: Number) -> Number:
+        """Return a number whose parts are within their range: carries are added, once for all readers."""
+        if not x.loose:
+            return x
+        if x.parts not in self._tight:
+            self._tight[x.parts] = self.carried(_columns(x), x.lo, x.hi)
+        return replace(self._tight[x.parts], lo=x.lo, hi=x.hi)
+
+    def _kept(self, columns: Sequence[_Column], lo: int, hi: int) -> Number:
+        """Return the number that columns sum up to: loose, or with carries where there is no room left for any."""
+        if len(columns) < 2 or any(max(-c.lo, c.hi) >= _ROOM for c in columns):
+            return self.carried(columns, lo, hi)
+        parts = tuple(c.what if isinstance(c.what, str) else self._filled(c.what, columns) for c in columns)
+        return Number(parts, lo, hi, loose=tuple((c.lo, c.hi) for c in columns))
 
     def names(self, x: Number, count: int = 0) -> list[str]:
         """Return the parts of a number as tensors."""
@@ -192,9 +214,11 @@ class Arithmetic:
         kind = "Add" if sign > 0 else "Sub"
         if fits(lo, hi) and fits(left.lo, left.hi) and fits(right.lo, right.hi):
             return Number((self.b.node(kind, [self.flat(left), self.flat(right)]),), lo, hi)
-        count = max(count_parts(*ends) for ends in ((left.lo, left.hi), (right.lo, right.hi), (lo, hi)))
-        sides = self.cut(left, count), self.cut(right, count)
-        return self.carried([self._op(kind, a, b) for a, b in zip(*sides, strict=True)], lo, hi)
+        count = max(len(x.loose) or count_parts(x.lo, x.hi) for x in (left, right))
+        sides = [_columns(x) if len(x.loose) == count else self.cut(x, count) for x in (left, right)]
+        if any(max(-c.lo, c.hi) >= _ROOM for side in sides for c in side):
+            sides = [self.cut(x, max(count, count_parts(lo, hi))) for x in (left, right)]
+        return self._kept([self._op(kind, a, b) for a, b in zip(*sides, strict=True)], lo, hi)
 
     def multiply(self, left: Number, right: Number) -> Number:
         """Write the product."""
@@ -207,7 +231,7 @@ class Arithmetic:
         for i, a in enumerate(sides[0]):
             for j, b in enumerate(sides[1]):
                 columns[i + j] = self._op("Add", columns[i + j], self._op("Mul", a, b))
-        return self.carried(columns, lo, hi)
+        return self._kept(columns, lo, hi)
 
     def shifted_right(self, x: Number, by: int) -> Number:
         """Write `x >> by`, rounded down."""
@@ -224,13 +248,42 @@ class Arithmetic:
                 name = self.b.node("BitwiseAnd", [name, self.int32(-1 << by)])
             return Number((self.b.node("Div", [name, self.int32(1 << by)]),), lo, hi)
         whole, bits = divmod(by, PART)
+        if whole and whole < len(x.parts):
+            return self.shifted_right(self._above(x, whole), bits)
         names = self.names(x, whole + 1)[whole:]
+        if bits and len(names) > 1 and fits(lo - (1 << _MOST_SHIFT), hi):
+            return Number((self._joined(names, bits),), lo, hi)
         if bits:
             halves = [self._split(name, bits) for name in names]
             lows = [self.b.node("Mul", [low, self.int32(1 << (PART - bits))]) for low, _ in halves[1:]]
             names = [self.b.node("Add", [h, low]) for (_, h), low in zip(halves[:-1], lows, strict=True)]
             names.append(halves[-1][1])
         return self.carried(self._bounded(names, lo, hi), lo, hi)
+
+    def _joined(self, names: Sequence[str], bits: int) -> str:
+        """Write a number of several parts over `2**bits`, rounded down, as one tensor: the lowest part is shifted."""
+        total = self.flat(self.shifted_right(Number((names[0],), 0, _MASK), bits))
+        for i, name in reversed(list(enumerate(names))[1:]):
+            raised = self.b.node("Mul", [name, self.int32(1 << (PART * i - bits))])
+            total = self.b.node("Add", [total, raised])
+        return total
+
+    def _above(self, x: Number, count: int) -> Number:
+        """Return the parts above the lowest ones, with the carry of these."""
+        columns, carry = _columns(x), _of_array(np.asarray(0, object))
+        for column in columns[:count]:
+            total = self._op("Add", column, carry)
+            carry = _of_array(np.asarray(0, object))
+            if total.lo >= 0 and total.hi <= _MASK:
+                continue
+            name = total.what if isinstance(total.what, str) else self.int32(total.what)
+            over = self.shifted_right(Number((name,), total.lo, total.hi), PART)
+            carry = _Column(self.flat(over), over.lo, over.hi)
+        first = self._op("Add", columns[count], carry)
+        lo, hi = x.lo >> (PART * count), x.hi >> (PART * count)
+        if count == len(columns) - 1:
+            return Number((str(first.what),), lo, hi)
+        return self._kept([first, *columns[count + 1 :]], lo, hi)
 
     def power(self, exponent: Number) -> Number:
         """Write `2**exponent` for an exponent of 0..62, by a table for each part."""
@@ -321,6 +374,13 @@ class Arithmetic:
             raised = self._op("Mul", top, _of_array(np.asarray(1 << bits, object)))
             columns.append(self._op("Add", raised, _Column(write(low), 0, count << bits)))
         return self.carried(columns, lo, hi)
+
+
+def _columns(x: Number) -> list[_Column]:
+    """Return the parts of a number that is no constant, with their bounds."""
+    last = PART * (len(x.parts) - 1)
+    ends = x.loose or (*((0, _MASK) for _ in x.parts[1:]), (x.lo >> last, x.hi >> last))
+    return [_Column(part, *bounds) for part, bounds in zip(x.parts, ends, strict=True)]
 
 
 def _of_array(values: Array) -> _Column:

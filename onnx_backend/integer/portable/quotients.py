@@ -5,6 +5,8 @@ the next bits of the quotient, never too many and at most three too few (Knuth, 
 volume 2, 4.3.1). What is missing is in the remainder, which the next bits are taken from; comparisons take the rest.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from onnx import TensorProto
 
@@ -73,4 +75,4 @@ def _within(x: Number, lo: int, hi: int) -> Number:
     """Return a number with bounds that are known to be tighter than those of its parts."""
     if x.array is not None:
         return x
-    return Number(x.parts, max(x.lo, lo), min(x.hi, hi))
+    return replace(x, lo=max(x.lo, lo), hi=min(x.hi, hi))

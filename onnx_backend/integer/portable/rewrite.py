@@ -6,6 +6,7 @@ Sizes, axes and indices stay int64, as ONNX wants them: they are small.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -170,7 +171,7 @@ class Rewriter:
         kind = self.types[name]
         lo, hi = _RANGES[kind]
         own = self.bounds.get(name, (lo, hi))
-        value = Number(value.parts, max(value.lo, lo, own[0]), min(value.hi, hi, own[1]), value.array)
+        value = replace(value, lo=max(value.lo, lo, own[0]), hi=min(value.hi, hi, own[1]))
         self.numbers[name] = value
         if kind in WIDE:
             if name in self.outputs:

@@ -110,16 +110,23 @@ def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count:
 def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple[Sequence[int], int, int, int]) -> str:
     """Write `(n * c - d) * inverse / 2**unit`, rounded."""
     axes, count, unit, top = facts
-    b, down = ctx.builder, unit - _BELOW
-    factor = b.node("Mul", [inverse.name, constant64(ctx, count)])
-    product = b.node("Mul", [b.cast(rows.rest.name, TensorProto.INT64), inverse.name])
+    b = ctx.builder
+    spare = (_BELOW - unit) % _BELOW  # a shift by a multiple of 14 leaves out parts of the portable target's numbers
+    spare = spare if unit + spare <= ROOM - _BITS - 4 else 0
+    unit, finer = unit + spare, inverse.name
+    if spare:
+        finer = b.node("Mul", [finer, constant64(ctx, 1 << spare)])
+        b.proven[finer] = inverse.lo << spare, inverse.hi << spare
+    down = unit - _BELOW
+    factor = b.node("Mul", [finer, constant64(ctx, count)])
+    product = b.node("Mul", [b.cast(rows.rest.name, TensorProto.INT64), finer])
     # |d| is at most `off * n`, and the variance at least n - 1
-    largest = math.ceil(rows.off * count / math.sqrt(count - 1) / float(inverse.scale) * (1.0 + 2.0**-16))
+    largest = math.ceil(math.ldexp(rows.off * count / math.sqrt(count - 1) / float(inverse.scale), spare) * 1.0001)
     lift = (largest >> unit) + 1
     b.proven[product] = -largest, largest
     lowered = b.node("Sub", [constant64(ctx, lift << unit), product])
     b.proven[lowered] = (lift << unit) - largest, (lift << unit) + largest
-    ends = (0, (count * inverse.hi) >> unit), (0, 2 * lift)
+    ends = (0, (count * inverse.hi << spare) >> unit), (0, 2 * lift)
     halves = [_halves(ctx, name, down, bounds) for name, bounds in zip((factor, lowered), ends, strict=True)]
     (k_low, k), (q_low, q) = ([spread_over(ctx, part, axes) for part in pair] for pair in halves)
     c, steps = rows.beside, 1 << _BELOW
