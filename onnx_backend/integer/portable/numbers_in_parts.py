@@ -251,7 +251,7 @@ class Arithmetic:
         if whole and whole < len(x.parts):
             return self.shifted_right(self._above(x, whole), bits)
         names = self.names(x, whole + 1)[whole:]
-        if bits and len(names) > 1 and fits(lo - (1 << _MOST_SHIFT), hi):
+        if bits and len(names) > 1 and fits(lo, hi):
             return Number((self._joined(names, bits),), lo, hi)
         if bits:
             halves = [self._split(name, bits) for name in names]
