@@ -16,7 +16,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant
 from onnx_backend.integer.fixed_point.int32 import Int32, add, multiply, shifted, spread_over, subtract, summed
 from onnx_backend.integer.fixed_point.newton import reciprocal_root
 from onnx_backend.integer.ir.context import LoweringContext
-from onnx_backend.integer.ir.values import FixedPoint, Lookup, Refused, Value
+from onnx_backend.integer.ir.values import FixedPoint, Lookup, Value
 
 #: Rows are no longer.
 _LONGEST = 1 << 13
@@ -62,9 +62,6 @@ def normalized_codes(
         axes: of a row.
         count: number of elements of a row.
         epsilon: not negative.
-
-    Raises:
-        Refused: epsilon is far larger than any variance.
     """
     assert value.encoding is not None
     rows, hi = _rows(ctx, value.name, value.encoding.hi, axes, count), value.encoding.hi
@@ -74,8 +71,6 @@ def normalized_codes(
     whole = math.ceil(math.sqrt(count) / float(inverse.scale) * (1.0 + 2.0**-16))
     unit = max(whole.bit_length() - _BITS, 0)
     unit += (whole >> unit) + (1 << 16) > 1 << _BITS
-    if unit < _BELOW:
-        raise Refused("its epsilon is far larger than its variance", "make epsilon smaller")
     top = (whole >> unit) + 2
     name = _scaled(ctx, rows, inverse, (axes, count, unit, top))
     # half a unit, the units of 2**-14 that the numbers of the row are cut to, and what narrowing rounded off
@@ -111,8 +106,8 @@ def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple
     """Write `(n * c - d) * inverse / 2**unit`, rounded."""
     axes, count, unit, top = facts
     b = ctx.builder
-    spare = (_BELOW - unit) % _BELOW  # a shift by a multiple of 14 leaves out parts of the portable target's numbers
-    spare = spare if unit + spare <= ROOM - _BITS - 4 else 0
+    spare = -unit % _BELOW  # a shift by a multiple of 14 leaves out parts of the portable target's numbers
+    spare = max(_BELOW - unit, spare if unit + spare <= ROOM - _BITS - 4 else 0)
     unit, finer = unit + spare, inverse.name
     if spare:
         finer = b.node("Mul", [finer, constant64(ctx, 1 << spare)])
