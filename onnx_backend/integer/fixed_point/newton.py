@@ -1,7 +1,8 @@
 """Integer methods for fixed point: square root, reciprocal and logarithm of positive tensors, exact up to a last bit.
 
 Each first shifts every element left until its top bit stands at a fixed place, so that the result keeps about 30 bits
-of relative precision over the whole static range. They suit reduced tensors (means, variances, sums).
+of relative precision over the whole static range (27 of a reciprocal root). They suit reduced tensors (means,
+variances, sums).
 """
 
 import math
