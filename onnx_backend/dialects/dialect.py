@@ -18,7 +18,7 @@ class Writing:
 
     Attributes:
         explicit: every QuantizeLinear and DequantizeLinear has a zero point, none an `output_dtype`; for runtimes that
-            do not know the attribute, one of which takes unsigned 8 bits for signed ones without a word.
+            do not know the attribute, one of which computes in floats, or takes unsigned 8 bits for signed ones.
         for_onnxruntime: the nodes that keep ONNX Runtime's CPU kernels right are added (barriers, casts).
         clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
             runtime removes the pair, and with it the bounds.

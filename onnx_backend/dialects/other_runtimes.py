@@ -22,13 +22,19 @@ class Fault:
     Attributes:
         steps: the largest difference from the simulation, in steps of the output; REFUSED where it does not run.
         where: the zero points without which it is right.
+        between_grids: it is right where both pairs have one scale and one zero point.
+        second_operand: it is right where the zero point of the second operand is the middle of its grid.
     """
 
     steps: float
     where: Where = "anywhere"
+    between_grids: bool = False
+    second_operand: bool = False
 
-    def applies(self, *, input_shifted: bool, output_shifted: bool) -> bool:
+    def applies(self, *, input_shifted: bool, output_shifted: bool, same_grid: bool = False) -> bool:
         """Return True if an op between pairs with these zero points has the fault."""
+        if same_grid and self.between_grids:
+            return False
         return {
             "anywhere": True,
             "input": input_shifted,
@@ -71,16 +77,13 @@ def _labels(ops: str, weights: str = "") -> frozenset[str]:
     return frozenset(f"{op}/{weight.strip()}" for op in ops.split() for weight in weights.split(","))
 
 
-def _off(steps: float, where: Where, labels: frozenset[str]) -> dict[str, Fault]:
-    return {label: Fault(steps, where) for label in labels}
+def _off(steps: float, where: Where, labels: frozenset[str], **conditions: bool) -> dict[str, Fault]:
+    return {label: Fault(steps, where, **conditions) for label in labels}
 
 
 _LAYERS = "Conv ConvTranspose Gemm MatMul"
-_NOT_ON_HTP = _labels(_LAYERS, "float8e4m3fn, int16, uint8, int8 blocks, uint8 blocks, int4 blocks") | _labels(
-    "Erf InstanceNormalization Where"
-)
-#: of rank 4; those of rank 3, such as a token embedding, run
-_GATHER = _labels("Gather Gather>")
+_NOT_ON_HTP = _labels(_LAYERS, "float8e4m3fn, uint8, int8 blocks, uint8 blocks, int4 blocks") | _labels("Erf")
+_INT16_WEIGHTS = _labels(_LAYERS, "int16")
 _FLOAT_WEIGHTS = "float16, float32"
 _GROUPS = _labels("GroupNormalization")
 #: op types that the tables were measured on; of others nothing is known
@@ -115,18 +118,22 @@ OPENVINO = RuntimeTable(
 )
 
 QNN = RuntimeTable(
-    "QNN HTP 2.7 (emulated)",
+    "QNN HTP 2.7 (v73, emulated)",
     {
-        "uint8": _NOT_ON_HTP | _GATHER,
-        "int8": _NOT_ON_HTP | _GATHER | _labels(_LAYERS, "int4") | _labels("HardSigmoid LeakyRelu LogSoftmax Neg"),
-        "uint16": _NOT_ON_HTP | _GATHER,
+        "uint8": _NOT_ON_HTP | _INT16_WEIGHTS,
+        "int8": _NOT_ON_HTP
+        | _INT16_WEIGHTS
+        | _labels(_LAYERS, "int4")
+        | _labels("HardSigmoid LeakyRelu LogSoftmax Neg"),
+        "uint16": _NOT_ON_HTP,
     },
     {
         "uint8": {
             # float weights between quantized activations are computed in float16
-            **_off(7, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
+            **_off(6, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
             **_off(2, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
-            **_off(6, "input", _labels("MatMul")),
+            # a second operand is rounded to a signed grid
+            **_off(6, "input", _labels("MatMul"), second_operand=True),
             **_off(10, "output", _labels("Softmax")),
             **_off(236, "anywhere", _GROUPS),
         },
@@ -137,17 +144,29 @@ QNN = RuntimeTable(
             **_off(88, "anywhere", _GROUPS),
         },
         "uint16": {
-            **_off(1800, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
-            **_off(470, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
-            **_off(151, "anywhere", _labels(_LAYERS, "int4")),
-            **_off(36, "anywhere", _labels(_LAYERS, "int8")),
-            **_off(88, "anywhere", _labels("Softplus")),
-            **_off(16, "anywhere", _labels("Gelu")),
+            **_off(1769, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
+            **_off(468, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
+            **_off(69, "anywhere", _labels("MatMul", _FLOAT_WEIGHTS)),
+            **_off(98, "anywhere", _labels(_LAYERS, "int4")),
+            **_off(5, "anywhere", _labels(_LAYERS, "int8, int16")),
+            **_off(89, "anywhere", _labels("Pow Softplus")),
+            **_off(16, "anywhere", _labels("Gelu InstanceNormalization")),
+            **_off(14, "anywhere", _labels("Div")),
             **_off(3, "anywhere", _labels("AveragePool Elu Exp HardSwish LeakyRelu")),
-            **_off(1272, "input", _labels("Tanh Transpose>")),
+            **_off(133, "anywhere", _labels("MatMul")),
+            **_off(1272, "input", _labels("Tanh")),
+            **_off(1272, "input", _labels("Transpose>"), between_grids=True),
             **_off(12, "anywhere", _labels("LayerNormalization")),
             **_off(65535, "input", _labels("LpNormalization")),
             **_off(61931, "anywhere", _GROUPS),
+            # a pair right behind another goes through float16, and so do these
+            **_off(28, "anywhere", _labels("Expand Flatten> Gather> Identity Mean QuantizeLinear Split")),
+            **_off(28, "output", _labels("Pad>")),
+            # and these, from one grid of 16 bits to another
+            **_off(
+                28, "anywhere", _labels("Flatten Gather MaxPool Reshape Squeeze Tile Unsqueeze"), between_grids=True
+            ),
+            **_off(116, "anywhere", frozenset({"Resize", "Resize linear"}), between_grids=True),
         },
     },
     _GROUPS,

@@ -1,6 +1,8 @@
 """Run a model on Qualcomm's HTP, or on its emulation, by the QNN plug-in of ONNX Runtime."""
 
+import platform
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,10 @@ from qsdk.core.errors import ModelError
 
 Array = npt.NDArray[Any]
 _PROVIDER = "QNNExecutionProvider"
+#: The processor to emulate: Snapdragon X Elite, whose HTP is a v73. Where none is named, the emulation takes one
+#: without float16 (v68), and does not compile floats in front of a layer: error 1002, MEM_ALLOC.
+EMULATED = MappingProxyType({"soc_model": "60", "htp_arch": "73"})
+_EMULATING = frozenset({"x86_64", "amd64"})
 
 
 class QnnRunner:
@@ -23,15 +29,19 @@ class QnnRunner:
 
     Attributes:
         title: name and version of the runtime.
+        processor: the plug-in's options that name the processor.
         session: ONNX Runtime's session; None before the first run.
     """
 
-    def __init__(self, model: ModelProto, *, cpu_fallback: bool = True) -> None:
+    def __init__(
+        self, model: ModelProto, *, cpu_fallback: bool = True, processor: Mapping[str, str] | None = None
+    ) -> None:
         """Keep a model until its sizes are known.
 
         Args:
             model: it is not changed.
             cpu_fallback: let ONNX Runtime's CPU run what QNN does not take; else such a model is refused.
+            processor: the plug-in's options that name one; None for `EMULATED`, and on a device for its own.
 
         Raises:
             ConfigError: the plug-in is not installed.
@@ -39,6 +49,8 @@ class QnnRunner:
         self.package = installed_package("onnxruntime_qnn", "qnn")
         self.title = f"QNN HTP by onnxruntime-qnn {self.package.__version__}"
         self.sized, self.cpu_fallback = SizedModel(model), cpu_fallback
+        emulated = EMULATED if platform.machine().lower() in _EMULATING else {}
+        self.processor = dict(emulated if processor is None else processor)
         self.session: ort.InferenceSession | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
@@ -65,7 +77,7 @@ class QnnRunner:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if not self.cpu_fallback:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        backend = {"backend_path": self.package.get_qnn_htp_path()}
+        backend = {"backend_path": self.package.get_qnn_htp_path(), **self.processor}
         try:
             options.add_provider_for_devices([_device(self.package)], backend)
             return ort.InferenceSession(model.SerializeToString(), options)

@@ -7,8 +7,8 @@ from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.dialects.on_codes import RECURRENT, is_wrong_on_codes, pair_before
-from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, RuntimeTable
-from onnx_backend.dialects.readers import Readers
+from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, Fault, RuntimeTable
+from onnx_backend.dialects.readers import Readers, type_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.nodes import node_label
@@ -133,7 +133,10 @@ def _without_zero_point(node: NodeProto, dialect: str) -> Iterator[Finding]:
     """Yield an error for a pair that states its type by an attribute, or not at all."""
     if len(node.input) > 2 and node.input[2]:
         return
-    problem = "it has no zero point, without which this runtime takes its codes for another type, without a word"
+    problem = (
+        "it has no zero point, without which this runtime computes in floats; where the processor has no float16, it "
+        "takes the codes for another type, without a word"
+    )
     if dialect == "tensorrt":
         problem = "it has no zero point, from which this runtime takes the type of its codes"
     yield error(node_label(node), "zero_point", problem, f'export with dialect="{dialect}"')
@@ -163,24 +166,44 @@ def _wrong_readers(dequantize: NodeProto, known: Readers, table: RuntimeTable) -
             yield warning(node_label(reader), "not_probed", problem, "compare it with check_parity(runtime=...)")
             continue
         fault = table.fault(dtype, label)
-        shifted = _is_shifted(dequantize, known), any(_is_shifted(node, known) for node in _quantizers(reader, known))
-        if (
-            fault is None
-            or reader.op_type in table.wrong
-            or not fault.applies(input_shifted=shifted[0], output_shifted=shifted[1])
-        ):
+        if fault is None or reader.op_type in table.wrong or not _applies(fault, dequantize, reader, known):
             continue
         what = f"{label.removesuffix('>').replace('/', ' with a weight of ')} behind {dtype}"
         if fault.steps == REFUSED:
-            problem, remedy = f"{table.title} does not run {what}", _remedy(label)
+            problem, remedy = f"{table.title} does not run {what}", _remedy(label, fault)
             yield error(node_label(reader), "dialect", problem, remedy)
         else:
             problem = f"{table.title} computes {what} up to {fault.steps:g} steps off the simulation (measured)"
             found = error if fault.steps >= 2 ** DTYPES[dtype].bits / _MISREAD else warning
-            yield found(node_label(reader), "dialect", problem, _remedy(label))
+            yield found(node_label(reader), "dialect", problem, _remedy(label, fault))
 
 
-def _remedy(label: str) -> str:
+def _applies(fault: Fault, dequantize: NodeProto, reader: NodeProto, known: Readers) -> bool:
+    """Return True if the pairs around a reader are those with which the table found its fault."""
+    if fault.second_operand:
+        return reader.input[1] == dequantize.output[0] and not _is_centred(dequantize, known)
+    behind = _quantizers(reader, known)
+    return fault.applies(
+        input_shifted=_is_shifted(dequantize, known),
+        output_shifted=any(_is_shifted(node, known) for node in behind),
+        same_grid=bool(behind) and all(_grid(node, known) == _grid(dequantize, known) for node in behind),
+    )
+
+
+def _is_centred(dequantize: NodeProto, known: Readers) -> bool:
+    """Return True if the zero point of a pair is the middle of its grid: 128 for unsigned 8 bits, 0 for signed ones."""
+    zero_point = known.stored.get(dequantize.input[2]) if len(dequantize.input) > 2 else None
+    if zero_point is None:
+        return True
+    dtype = DTYPES[type_name(zero_point.data_type)]
+    return bool((array(zero_point) == (int(dtype.lo) + int(dtype.hi) + 1) // 2).all())
+
+
+def _remedy(label: str, fault: Fault) -> str:
+    if fault.second_operand:
+        return "quantize with config.for_dialect(...), which puts the zero point of its second operand in the middle"
+    if fault.between_grids:
+        return "give both pairs one scale and zero point, as quantize does"
     change = "leave it float with .skip(...), or choose another dtype for it"
     return f"quantize with config.for_dialect(...), or {change}" if "/" in label else change
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import changed_choices, float_biases_of, only_linear_in, unsigned_linear_in
+from qsdk.core.config.for_dialect import (
+    changed_choices,
+    float_biases_of,
+    hardware_in,
+    only_linear_in,
+    unsigned_linear_in,
+)
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -219,7 +225,8 @@ class QuantConfig:
         """Return the config with what the runtime of a dialect cannot have changed to what it can.
 
         Activations of int8 become uint8 for `qnn` and `openvino`; those for `tensorrt` are int8 and symmetric, and
-        biases stay float. Calibrate and train after it, so that the simulation is what the runtime computes.
+        biases stay float. For `qnn`, what a MatMul reads as its second operand has the middle of its grid for its zero
+        point. Calibrate and train after it, so that the simulation is what the runtime computes.
 
         For `onnxruntime`, int8 weights of Linear layers become uint8 with a zero point of 128: the same integers, which
         the runtime multiplies as they are, exactly on every processor; of int8 it makes floats in every run.
@@ -237,6 +244,7 @@ class QuantConfig:
         rules = tuple(replace(rule, **changed_choices(rule.choices(), dialect)) for rule in self.rules)
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
         changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
+        changed = replace(changed, hardware=changed.hardware or hardware_in(dialect))
         if unsigned_linear_in(dialect) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
             unsigned = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": uint8}
             unsigned |= {"symmetric_weights": self.symmetric_weights is not False}

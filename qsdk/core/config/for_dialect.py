@@ -22,6 +22,7 @@ class Changes:
         float_biases: globs over op types whose biases stay float.
         only_linear: True if linear layers alone are quantized.
         unsigned_linear: True if linear layers of 8 bits are faster with uint8 weights whose zero point is 128.
+        hardware: of `qsdk.core.planning.hardware`, for configs that name none.
     """
 
     activations: Mapping[str, DType] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Changes:
     float_biases: tuple[str, ...] = ()
     only_linear: bool = False
     unsigned_linear: bool = False
+    hardware: str | None = None
 
 
 _FLOAT8 = frozenset({"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"})
@@ -55,6 +57,7 @@ CHANGES: Mapping[str, Changes] = {
         no_weights=_FLOAT8 | _NARROW | _FORMATS,
         blocks=False,
         float_biases=("LayerNormalization", "LayerNorm*", "GroupNorm*", "InstanceNorm*"),
+        hardware="qnn",
     ),
     "tensorrt": Changes(
         activations={"uint8": int8},
@@ -123,3 +126,8 @@ def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:
 def unsigned_linear_in(dialect: str) -> bool:
     """Return whether linear layers of 8 bits are faster in a dialect with uint8 weights whose zero point is 128."""
     return CHANGES[dialect].unsigned_linear
+
+
+def hardware_in(dialect: str) -> str | None:
+    """Return the target whose rules hold in a dialect for configs that name none."""
+    return CHANGES[dialect].hardware

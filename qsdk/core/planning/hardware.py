@@ -1,4 +1,4 @@
-"""Constraints of a target chip on a plan: operands of MatMul, weights of norms. Facts of AIMET 2.42."""
+"""Constraints of a target chip on a plan: operands of MatMul, weights of norms. Facts of AIMET 2.42, but for `qnn`."""
 
 import re
 from collections.abc import Mapping
@@ -22,24 +22,27 @@ class Hardware:
         as_output: norms whose weight takes the bits and the symmetry of their output.
         symmetric_if_wide: norms whose weight is symmetric if it has 16 bits, and not otherwise.
         widest_norm_weight: bits that weights of `symmetric_if_wide` have at most; None for no bound.
-        second_operand: the condition on a computed second operand of MatMul: none; symmetric and 8 bits; or, if it has
-            16 bits, symmetric beside a first operand of 16 bits.
+        second_operand: the condition on a computed second operand of MatMul: none; symmetric; symmetric and 8 bits; or,
+            if it has 16 bits, symmetric beside a first operand of 16 bits.
     """
 
     as_output: frozenset[str] = frozenset({"GroupNormalization", "InstanceNormalization", "RMSNormalization"})
     symmetric_if_wide: frozenset[str] = frozenset({"LayerNormalization", "BatchNormalization"})
     widest_norm_weight: int | None = None
-    second_operand: Literal["free", "8 bits", "16 beside 16"] = "free"
+    second_operand: Literal["free", "symmetric", "8 bits", "16 beside 16"] = "free"
 
 
 #: the constraints of a config that names no target
 GENERIC = "aimet"
 _BEFORE_V73 = Hardware(widest_norm_weight=8, second_operand="8 bits")
 _SINCE_V73 = Hardware(second_operand="16 beside 16")
+#: what `for_dialect("qnn")` asks for: the runtime rounds a second operand again unless its grid is a signed one, moved
+QNN = "qnn"
 HARDWARE = MappingProxyType(
     {GENERIC: Hardware()}
     | dict.fromkeys(("v66", "v68", "v69"), _BEFORE_V73)
     | dict.fromkeys(("v73", "v75", "v79", "v81", "v85"), _SINCE_V73)
+    | {QNN: Hardware(frozenset(), frozenset(), second_operand="symmetric")}
 )
 
 
@@ -60,14 +63,14 @@ def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decisi
     if name is None or HARDWARE[hardware_named(name)].second_operand == "free":
         return dict(activations)
     result, members = dict(activations), _classes(activations)
-    narrow = HARDWARE[hardware_named(name)].second_operand == "8 bits"
+    target = HARDWARE[hardware_named(name)]
     # later ops first: a raised operand may be the second one of an earlier MatMul, and then raises another
     waiting = [index for index, op in enumerate(context.graph.ops) if op.type == "MatMul"]
     changed = True
     while changed:
         changed = False
         for index in reversed(waiting):
-            changed |= _constrain(context, index, result, members, name, narrow=narrow)
+            changed |= _constrain(context, index, result, members, target, name)
     return result
 
 
@@ -76,9 +79,8 @@ def _constrain(
     matmul: int,
     decisions: dict[int, Decision],
     members: Mapping[str, list[int]],
+    target: Hardware,
     name: str,
-    *,
-    narrow: bool,
 ) -> bool:
     homes = [_quantized_at(context, tensor, decisions) for tensor in context.graph.ops[matmul].inputs]
     specs = [None if home is None else decisions[home].spec for home in homes]
@@ -87,8 +89,9 @@ def _constrain(
     first, second = specs
     assert first is not None
     assert second is not None
-    if narrow:
-        wanted = [(homes[1], replace(second, dtype=_with_bits(second.dtype, 8), symmetric=True))]
+    if target.second_operand in ("8 bits", "symmetric"):
+        bits = 8 if target.second_operand == "8 bits" else second.dtype.bits
+        wanted = [(homes[1], replace(second, dtype=_with_bits(second.dtype, bits), symmetric=True))]
     elif second.dtype.bits == 16:
         wanted = [(homes[1], replace(second, symmetric=True))]
         if len({decisions[home].encoding_site for home in homes if home is not None}) == 1:

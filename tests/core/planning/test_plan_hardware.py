@@ -79,6 +79,19 @@ def test_before_v73_the_second_operand_is_symmetric_with_8_bits(hardware: str, b
     assert not spec_of(plan, "left:output").symmetric
 
 
+@pytest.mark.parametrize("base", [w8a8(), w8a16()])
+def test_for_qnn_the_second_operand_is_symmetric_and_keeps_its_bits(base: QuantConfig):
+    config = base.for_dialect("qnn")
+    assert config.hardware == "qnn"
+    plan = make_plan(product(), config)
+    assert (spec_of(plan, "right:output").dtype, spec_of(plan, "right:output").symmetric) == (base.activation, True)
+    assert spec_of(plan, "reshape:output") == spec_of(plan, "right:output")
+    assert site(plan, "right:output").reason == f"Conv; {base.activation}, symmetric: a MatMul of qnn needs it"
+    assert not spec_of(plan, "left:output").symmetric
+    assert load_config("htp_v73", base=base).for_dialect("qnn").hardware == "v73"  # a target that is named stays
+    assert base.for_dialect("openvino").hardware is None
+
+
 def test_symmetric_second_operands_are_for_that_hardware_only():
     config = w8a8().override("right", activation="uint16").override("reshape", activation="uint16")
     for hardware in (None, "aimet"):

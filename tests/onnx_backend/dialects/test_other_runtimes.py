@@ -40,6 +40,7 @@ def require_same(table: RuntimeTable, dtype: str, found: dict[str, Fault], label
     for label in off - SATURATING:
         assert found[label].steps <= table.off[dtype][label].steps * 1.25 + 1, (label, found[label])
         assert found[label].where == table.off[dtype][label].where, (label, found[label])
+        assert found[label].between_grids or not table.off[dtype][label].between_grids, (label, found[label])
 
 
 @pytest.mark.slow
@@ -122,7 +123,8 @@ def test_a_group_norm_is_wrong_in_floats_too_and_right_by_its_definition(runtime
     assert np.abs(got - wanted).max() > 0.4
     plain = written_out(grouped(), {"GroupNormalization"})
     assert "GroupNormalization" not in {node.op_type for node in plain.graph.node}
-    np.testing.assert_allclose(open_in(runtime, plain).run({"x": x})[0], wanted, atol=1e-5)
+    tolerance = {"openvino": 1e-5, "qnn": 5e-3}[runtime]  # the HTP has float16
+    np.testing.assert_allclose(open_in(runtime, plain).run({"x": x})[0], wanted, atol=tolerance)
     (row,) = validate(grouped(), dialect=runtime).rows
     assert (row["node"], row["severity"]) == ("norm", "error")
     assert "computes GroupNormalization wrong, in floats too" in row["problem"]

@@ -1,0 +1,143 @@
+"""The emulation of the HTP is a processor with float16, and what a MatMul reads second has the grid that it wants."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+import qsdk
+from onnx_backend.dialects.other_runtimes import QNN
+from onnx_backend.other_runtimes import qnn_runner
+from onnx_backend.other_runtimes.qnn_runner import EMULATED, QnnRunner
+from onnx_backend.parity.teacher import RunOn
+from onnx_backend.validation.validate import validate
+
+STEP = 0.05
+
+
+@pytest.fixture(scope="module", autouse=True)
+def qnn():
+    return pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn has no wheel for this system")
+
+
+def built(nodes, inputs: dict[str, tuple[int, ...]], stored: dict[str, np.ndarray]) -> ModelProto:
+    edges = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "g", edges, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def pair(source: str, result: str, *grid: str):
+    return [
+        helper.make_node("QuantizeLinear", [source, *grid], [f"{result}_q"]),
+        helper.make_node("DequantizeLinear", [f"{result}_q", *grid], [result]),
+    ]
+
+
+def floats_in_front_of_a_layer() -> ModelProto:
+    """Relu and a division between two pairs, as a hard swish in pieces ends, and a convolution behind them."""
+    grid = {"s": np.float32(STEP), "z": np.uint8(128)}
+    weight = {"w_q": np.full((4, 3, 1, 1), 50, np.int8), "w_s": np.full(4, 0.01, np.float32)}
+    stored = {**grid, **weight, "w_z": np.zeros(4, np.int8), "six": np.float32(6)}
+    nodes = [
+        *pair("x", "d", "s", "z"),
+        helper.make_node("Relu", ["d"], ["r"]),
+        helper.make_node("Div", ["r", "six"], ["t"]),
+        *pair("t", "e", "s", "z"),
+        helper.make_node("DequantizeLinear", ["w_q", "w_s", "w_z"], ["w"], axis=0),
+        helper.make_node("Conv", ["e", "w"], ["c"]),
+        *pair("c", "y", "s", "z"),
+    ]
+    return built(nodes, {"x": (1, 3, 4, 4)}, stored)
+
+
+def test_floats_in_front_of_a_layer_compile_on_the_processor_that_is_named():
+    model, x = floats_in_front_of_a_layer(), np.random.default_rng(0).normal(size=(1, 3, 4, 4)).astype(np.float32)
+    (wanted,), (found,) = RunOn().open(model).run({"x": x}), QnnRunner(model, cpu_fallback=False).run({"x": x})
+    assert np.abs(found - wanted).max() <= 1.01 * STEP
+
+
+@pytest.mark.slow
+def test_they_do_not_where_none_is_named(tmp_path):
+    """A process keeps the first processor that is named, so that it takes one of its own."""
+    onnx.save(floats_in_front_of_a_layer(), tmp_path / "m.onnx")
+    code = (
+        "import sys, numpy, onnx; from onnx_backend.other_runtimes.qnn_runner import QnnRunner; "
+        "QnnRunner(onnx.load(sys.argv[1]), processor={}).run({'x': numpy.zeros((1, 3, 4, 4), 'float32')})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "m.onnx")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(qsdk.__file__).parents[1], check=False)
+    assert result.returncode != 0
+    assert "MEM_ALLOC" in result.stderr
+    assert "1002" in result.stderr
+
+
+@pytest.mark.parametrize(("machine", "named"), [("x86_64", EMULATED), ("AMD64", EMULATED), ("aarch64", {})])
+def test_a_device_says_itself_which_processor_it_has(monkeypatch, machine, named):
+    monkeypatch.setattr(qnn_runner.platform, "machine", lambda: machine)
+    assert platform.machine() == machine
+    assert QnnRunner(floats_in_front_of_a_layer()).processor == named
+
+
+def product(zero: int) -> ModelProto:
+    """A product of two activations, the second one with this zero point."""
+    grids = {"a": (0.01, 100), "b": (0.02, zero), "y": (0.01, 128)}
+    stored = {f"{name}_s": np.float32(scale) for name, (scale, _) in grids.items()}
+    stored |= {f"{name}_z": np.uint8(point) for name, (_, point) in grids.items()}
+    nodes = [
+        *pair("a", "a_d", "a_s", "a_z"),
+        *pair("b", "b_d", "b_s", "b_z"),
+        helper.make_node("MatMul", ["a_d", "b_d"], ["c"], "product"),
+        *pair("c", "y", "y_s", "y_z"),
+    ]
+    return built(nodes, {"a": (2, 8, 16), "b": (2, 16, 12)}, stored)
+
+
+@pytest.mark.parametrize(("zero", "is_wrong"), [(128, False), (127, True), (0, True)])
+def test_a_second_operand_is_rounded_again_unless_its_zero_point_is_the_middle(zero, is_wrong):
+    model, rng = product(zero), np.random.default_rng(0)
+    a = ((rng.integers(0, 256, (2, 8, 16)) - 100) * np.float32(0.01)).astype(np.float32)
+    b = ((rng.integers(0, 256, (2, 16, 12)) - zero) * np.float32(0.02)).astype(np.float32)
+    (wanted,), (found,) = RunOn().open(model).run({"a": a, "b": b}), QnnRunner(model).run({"a": a, "b": b})
+    assert (np.abs(found - wanted).max() > 1.01 * 0.01) == is_wrong
+    rows = [row for row in validate(model, dialect="qnn").rows if row["node"] == "product"]
+    assert [row["severity"] for row in rows] == ["warning"] * is_wrong
+    assert all("for_dialect" in row["remedy"] for row in rows)
+    assert QNN.off["uint8"]["MatMul"].second_operand
+
+
+class Attention(nn.Module):
+    """Tokens that attend to those that a mask keeps, as sentence encoders do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.norm(self.tokens(ids))
+        heads = [layer(x).reshape(*ids.shape, 2, 8).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        kept = mask[:, None, None, :].bool()
+        return nn.functional.scaled_dot_product_attention(*heads, attn_mask=kept).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.slow
+def test_masked_attention_is_simulated_as_the_htp_computes_it(tmp_path):
+    torch.manual_seed(0)
+    batch = (torch.randint(0, 50, (4, 8)), torch.tensor([[1] * 8, [1] * 5 + [0] * 3] * 2))
+    sim = qsdk.quantize(Attention().eval(), batch, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [batch], progress=False)
+    summary = qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn").summary
+    assert "computed_otherwise" not in summary
+    assert qsdk.validate(tmp_path / "m.onnx", dialect="qnn").summary["errors"] == 0
+    parity = qsdk.check_parity(sim, tmp_path / "m.onnx", [batch], runtime="qnn", progress=False)
+    assert parity.summary["passed"], str(parity)
+    assert parity.summary["activations_max_lsb"] <= 1
