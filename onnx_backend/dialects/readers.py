@@ -1,8 +1,10 @@
 """The names that the tables of runtimes have for what reads a quantized activation."""
 
+import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto
 
 from onnx_backend.dialects.dialect import Form
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, initializers, producers
 from onnx_backend.proto.nodes import attributes
 from qsdk.core.graph.op_facts import LINEAR
@@ -72,3 +74,21 @@ def type_name(code: int) -> str:
     """Return the project's name of an ONNX element type."""
     name = str(TensorProto.DataType.Name(code)).lower()
     return {"float": "float32"}.get(name, name)
+
+
+def quantizers(reader: NodeProto, known: Readers) -> list[NodeProto]:
+    """Return the QuantizeLinear nodes behind a node."""
+    followers = [node for name in reader.output for node in known.readers.get(name, [])]
+    return [node for node in followers if node.op_type == "QuantizeLinear"]
+
+
+def is_shifted(node: NodeProto, known: Readers) -> bool:
+    """Return True if a QuantizeLinear or DequantizeLinear has a zero point other than 0."""
+    zero_point = known.stored.get(node.input[2]) if len(node.input) > 2 else None
+    return zero_point is not None and bool(array(zero_point).any())
+
+
+def grid(quantizer: NodeProto, known: Readers) -> list[list[float]]:
+    """Return the scales and zero points of a QuantizeLinear or DequantizeLinear, of those that are stored."""
+    found = [known.stored.get(name) for name in quantizer.input[1:]]
+    return [np.asarray(array(tensor), np.float64).reshape(-1).tolist() for tensor in found if tensor is not None]

@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.dialects.on_codes import RECURRENT, is_wrong_on_codes, pair_before
 from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, Fault, RuntimeTable
-from onnx_backend.dialects.readers import Readers, type_name
+from onnx_backend.dialects.readers import Readers, grid, is_shifted, quantizers, type_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.nodes import node_label
-from onnx_backend.validation import tensorrt_rules
+from onnx_backend.validation import htp_rules, tensorrt_rules
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import is_quantizer
-from qsdk.core.graph.op_facts import BLOCK_MOVES, SHAPE_OPS
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.numerics.dtypes import DTYPES
 
 _MISREAD = 16  # a difference of this part of the grid is no rounding any more
@@ -35,6 +34,7 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
     if writing.fixed_sizes and (opened := open_inputs(model)):
         problem = f"{', '.join(opened)} has open axes, and the runtime compiles for one size"
         yield error("", "sizes", problem, 'export with shapes={"name": sizes}')
+    beyond = htp_rules.pools_beyond_the_edge(model) if dialect == "qnn" else frozenset()
     if dialect == "openvino":
         yield from _quantized_by_the_runtime(model, known)
     for node in model.graph.node:
@@ -56,7 +56,7 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             remedy = 'give it and what it reads 16 bits, .override("its name", activation="uint16"), or leave it float'
             yield error(node_label(node), "dialect", problem, remedy)
         if dialect == "qnn":
-            yield from _wrong_on_the_htp(node, known)
+            yield from htp_rules.findings(node, known, beyond)
         if dialect in TABLES and node.op_type == "BitShift":
             yield from _wrong_shift(node, known, TABLES[dialect])
         if not is_quantizer(node):
@@ -87,32 +87,6 @@ def _is_decompressed(layer: NodeProto, known: Readers) -> bool:
     """Return True if the runtime turns a Linear's stored integers into floats: they, or the inputs, are not 8 bits."""
     weight = known.weight(layer.input[1]).removesuffix(" blocks")
     return weight in ("int4", "uint4") or (weight in ("int8", "uint8") and pair_before(layer, known) is None)
-
-
-def _wrong_on_the_htp(node: NodeProto, known: Readers) -> Iterator[Finding]:
-    """Yield what the HTP (2.7) computes wrong for some operands: it moves codes between grids, and sums zero points."""
-    if node.op_type == "CumSum":
-        pair, axis = pair_before(node, known), known.stored.get(node.input[1])
-        is_last = axis is not None and int(array(axis).reshape(())) == -1
-        if pair is not None and _is_shifted(pair, known) and not is_last:
-            problem = "the runtime adds up zero points too, but for the last axis: a quarter of the grid off or more"
-            remedy = 'sum along axis=-1, or give what it reads 16 bits, .override("its name", activation="uint16")'
-            yield error(node_label(node), "dialect", f"{problem} (measured)", remedy)
-    if node.op_type in BLOCK_MOVES:
-        before = known.makers.get(node.input[0])
-        if before is None or before.op_type != "DequantizeLinear":
-            return
-        alike = [after for after in _quantizers(node, known) if known.dtype(after) == known.dtype(before)]
-        if any(_grid(after, known) != _grid(before, known) for after in alike):
-            problem = "the runtime moves codes, from one grid to another here: a third of the grid off (measured)"
-            remedy = "give both pairs one scale and zero point, as quantize does"
-            yield error(node_label(node), "dialect", problem, remedy)
-
-
-def _grid(quantizer: NodeProto, known: Readers) -> list[list[float]]:
-    """Return the scales and zero points of a QuantizeLinear or DequantizeLinear, of those that are stored."""
-    found = [known.stored.get(name) for name in quantizer.input[1:]]
-    return [np.asarray(array(tensor), np.float64).reshape(-1).tolist() for tensor in found if tensor is not None]
 
 
 def _wrong_shift(node: NodeProto, known: Readers, table: RuntimeTable) -> Iterator[Finding]:
@@ -182,11 +156,11 @@ def _applies(fault: Fault, dequantize: NodeProto, reader: NodeProto, known: Read
     """Return True if the pairs around a reader are those with which the table found its fault."""
     if fault.second_operand:
         return reader.input[1] == dequantize.output[0] and not _is_centred(dequantize, known)
-    behind = _quantizers(reader, known)
+    behind = quantizers(reader, known)
     return fault.applies(
-        input_shifted=_is_shifted(dequantize, known),
-        output_shifted=any(_is_shifted(node, known) for node in behind),
-        same_grid=bool(behind) and all(_grid(node, known) == _grid(dequantize, known) for node in behind),
+        input_shifted=is_shifted(dequantize, known),
+        output_shifted=any(is_shifted(node, known) for node in behind),
+        same_grid=bool(behind) and all(grid(node, known) == grid(dequantize, known) for node in behind),
     )
 
 
@@ -206,14 +180,3 @@ def _remedy(label: str, fault: Fault) -> str:
         return "give both pairs one scale and zero point, as quantize does"
     change = "leave it float with .skip(...), or choose another dtype for it"
     return f"quantize with config.for_dialect(...), or {change}" if "/" in label else change
-
-
-def _quantizers(reader: NodeProto, known: Readers) -> list[NodeProto]:
-    followers = [node for name in reader.output for node in known.readers.get(name, [])]
-    return [node for node in followers if node.op_type == "QuantizeLinear"]
-
-
-def _is_shifted(node: NodeProto, known: Readers) -> bool:
-    """Return True if a QuantizeLinear or DequantizeLinear has a zero point other than 0."""
-    zero_point = known.stored.get(node.input[2]) if len(node.input) > 2 else None
-    return zero_point is not None and bool(array(zero_point).any())

@@ -11,6 +11,7 @@ from onnx_backend.validation.validate import validate
 
 X = np.random.default_rng(0).uniform(-1, 1, (1, 8, 4, 6)).astype(np.float32)
 STEP = 0.0625
+POOL = {"kernel_shape": [3, 3], "strides": [2, 2]}
 #: op, attributes, second operand, scale of the result -> whether the HTP goes wrong
 CASES = {
     "depth to space, another scale": ("DepthToSpace", {"blocksize": 2}, None, 0.004, True),
@@ -20,6 +21,10 @@ CASES = {
     "a transpose, another scale": ("Transpose", {"perm": [0, 2, 3, 1]}, None, 0.004, False),
     "a running sum of channels": ("CumSum", {}, 1, STEP, True),
     "a running sum of the last axis": ("CumSum", {}, -1, STEP, False),
+    "a mean of windows beyond the edge": ("AveragePool", POOL | {"ceil_mode": 1}, None, 0.006, True),
+    "a mean of windows that fit": ("AveragePool", POOL | {"ceil_mode": 1, "pads": [0, 0, 1, 1]}, None, 0.006, False),
+    "a mean of padded windows": ("AveragePool", POOL | {"pads": [0, 0, 1, 1]}, None, 0.006, False),
+    "a largest of windows beyond the edge": ("MaxPool", POOL | {"ceil_mode": 1}, None, 1 / 127, False),
 }
 
 
