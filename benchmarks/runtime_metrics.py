@@ -1,8 +1,8 @@
 """What networks are worth at their tasks in other runtimes, beside their simulation, and how far each site is off.
 
 One JSON line per network, config and runtime; names on the command line choose among them (all networks in `w8a8` and
-`w7a8`, on OpenVINO and the emulation of Qualcomm's HTP), `--batches=20` takes that many batches of a network. The file
-is written in the dialect of the runtime, at the sizes of the batches.
+`w7a8`, on OpenVINO and the emulation of Qualcomm's HTP), `--batches=20` takes that many batches of a network. The
+config is that `for_dialect` of the runtime, and the file is written in it, at the sizes of the batches.
 
 `points` of 100 are those of integer_metrics.py: `float`, `simulated`, `runtime` and `onnxruntime` (its default session
 of the file in its own dialect); `runtime - simulated` is to be within 0.5. `differs` is the percentage of decisions
@@ -104,35 +104,37 @@ def in_runtime(made: Quantized, runtime: str, feeds: Sequence[Feed], folder: Pat
 
 def results(name: str, configs: Sequence[str], runtimes: Sequence[str], most: int) -> Iterator[dict[str, Any]]:
     for config in configs:
-        with tempfile.TemporaryDirectory() as place:
-            made = Quantized(name, CONFIGS[config], Path(place))
-            case, feeds = made.case, made.case.feeds[:most]
-            default = open_in("onnxruntime", onnx.load(made.path))
-            simulation = simulation_session(onnx.load(made.path))
-            runs = {
-                "float": case.original,
-                "simulated": first_output(lambda feed, session=simulation: session.run(None, feed)),
-                "onnxruntime": first_output(default.run),
-            }
-            found = {form: decided(case, run, feeds) for form, run in runs.items()}
-            for runtime in runtimes:
-                row = {"benchmark": "runtime_metrics", "network": name, "config": config, "runtime": runtime}
+        for runtime in runtimes:
+            row = {"benchmark": "runtime_metrics", "network": name, "config": config, "runtime": runtime}
+            with tempfile.TemporaryDirectory() as place:
                 try:
-                    facts = in_runtime(made, runtime, feeds, Path(place))
+                    yield {**row, **compared(name, CONFIGS[config].for_dialect(runtime), runtime, most, Path(place))}
                 except qsdk.QsdkError as error:
                     yield {**row, "refused": str(error)[:400]}
-                    continue
-                forms = {**found, "runtime": facts.pop("decided")}
-                counted = slice(None) if case.counted is None else case.counted[: len(found["simulated"])]
-                differs = {
-                    form: round(100 * float((forms[form] != forms["simulated"])[counted].mean()), 2)
-                    for form in ("runtime", "onnxruntime")
-                }
-                points = {form: round(case.points(values), 2) for form, values in forms.items()}
-                gain = round(points["runtime"] - points["simulated"], 2)
-                decisions = int(forms["simulated"][counted].size)
-                row |= {"metric": case.metric, "decisions": decisions, "points": points}
-                yield {**row, "runtime - simulated": gain, "differs": differs, **facts, "targets": TARGETS}
+
+
+def compared(name: str, config: qsdk.QuantConfig, runtime: str, most: int, folder: Path) -> dict[str, Any]:
+    """What a network decides in floats, simulated, in a runtime, and in ONNX Runtime's default session."""
+    made = Quantized(name, config, folder)
+    case, feeds = made.case, made.case.feeds[:most]
+    default, simulation = open_in("onnxruntime", onnx.load(made.path)), simulation_session(onnx.load(made.path))
+    runs = {
+        "float": case.original,
+        "simulated": first_output(lambda feed: simulation.run(None, feed)),
+        "onnxruntime": first_output(default.run),
+    }
+    forms = {form: decided(case, run, feeds) for form, run in runs.items()}
+    facts = in_runtime(made, runtime, feeds, folder)
+    forms["runtime"] = facts.pop("decided")
+    counted = slice(None) if case.counted is None else case.counted[: len(forms["simulated"])]
+    differs = {
+        form: round(100 * float((forms[form] != forms["simulated"])[counted].mean()), 2)
+        for form in ("runtime", "onnxruntime")
+    }
+    points = {form: round(case.points(values), 2) for form, values in forms.items()}
+    gain = round(points["runtime"] - points["simulated"], 2)
+    row = {"metric": case.metric, "decisions": int(forms["simulated"][counted].size), "points": points}
+    return {**row, "runtime - simulated": gain, "differs": differs, **facts, "targets": TARGETS}
 
 
 def main() -> None:

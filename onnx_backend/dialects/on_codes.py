@@ -2,21 +2,25 @@
 
 It moves the DequantizeLinear behind them. A sum or a mean along the middle of three axes, such as that of tokens, is 0
 but for the first sample; a sum keeps one zero point for all of its elements where two pairs share their constants; a
-pool that counts its padding takes the code 0 for the number 0. Those are right behind a Max with minus infinity; a
-GRU and an LSTM behind 8 bits are not: they do not compile, or are wrong.
+pool that counts its padding takes the code 0 for the number 0; a Pad of a single axis changes the zero point of the
+pair in front in place, and so that of every pair that shares it; a Clip behind the pair of a layer moves in front of
+that pair, and its bounds to the next code. Those are right behind a Max with minus
+infinity; a GRU and an LSTM behind 8 bits are not: they do not compile, or are wrong.
 """
 
 from onnx import NodeProto
 
-from onnx_backend.dialects.readers import Readers
+from onnx_backend.dialects.readers import Readers, is_shifted
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.nodes import attributes
-from qsdk.core.graph.op_facts import EXTREMES, MOVEMENTS
+from qsdk.core.graph.op_facts import EXTREMES, LINEAR, MOVEMENTS
 
 #: ops that move or choose elements, and so may be computed on codes between a pair and what reads it
 _MOVES = MOVEMENTS | EXTREMES | {"Clip", "Concat", "Dropout", "Pad", "Relu"}
 #: ops that are right behind 16 bits alone
 RECURRENT = frozenset({"GRU", "LSTM"})
+_ON_A_CODE = 1e-3  # steps
+_LARGEST_CODE = 255  # of 8 bits; what lies beyond bounds nothing
 _LAST_OF_THREE = 2  # an axis beyond it is that of a tensor of four axes or more, whose means are right
 
 
@@ -44,4 +48,39 @@ def is_wrong_on_codes(node: NodeProto, known: Readers) -> bool:
         stored = known.stored.get(node.input[1]) if len(node.input) > 1 else None
         axes = attrs.get("axes", ()) if stored is None else array(stored).reshape(-1)
         return max(axes, default=0) <= _LAST_OF_THREE
+    if node.op_type == "Clip":
+        return _has_bounds_between_codes(node, known)
+    if node.op_type == "Pad":
+        is_constant = attrs.get("mode", "constant") == "constant"
+        return is_constant and _pads_one_axis(node, known) and _shares_constants(node, known)
     return node.op_type == "ReduceSum"
+
+
+def _has_bounds_between_codes(node: NodeProto, known: Readers) -> bool:
+    """Return True if a Clip reads the pair of a layer, which has no code for one of its bounds."""
+    pair = known.makers.get(node.input[0])
+    quantize = None if pair is None or pair.op_type != "DequantizeLinear" else known.makers.get(pair.input[0])
+    layer = None if quantize is None else known.makers.get(quantize.input[0])
+    scale = None if pair is None or len(pair.input) < 2 else known.stored.get(pair.input[1])
+    if layer is None or layer.op_type not in LINEAR or scale is None:
+        return False
+    bounds = [known.stored[name] for name in node.input[1:] if name in known.stored]
+    codes = [float(array(bound)) / float(array(scale).reshape(-1)[0]) for bound in bounds]
+    return any(abs(code - round(code)) > _ON_A_CODE for code in codes if abs(code) <= _LARGEST_CODE)
+
+
+def _pads_one_axis(node: NodeProto, known: Readers) -> bool:
+    stored = known.stored.get(node.input[1]) if len(node.input) > 1 else None
+    if stored is None:
+        return True  # nothing says otherwise
+    before, after = array(stored).reshape(2, -1)
+    return sum(bool(one or other) for one, other in zip(before, after, strict=True)) == 1
+
+
+def _shares_constants(node: NodeProto, known: Readers) -> bool:
+    """Return True if the pair in front of a node has a scale or zero point that another pair reads too."""
+    before = pair_before(node, known)
+    if before is None or not is_shifted(before, known):
+        return False
+    own = {before.output[0], before.input[0]}
+    return any(reader.output[0] not in own for name in before.input[1:] for reader in known.readers.get(name, []))

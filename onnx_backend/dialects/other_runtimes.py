@@ -134,7 +134,7 @@ QNN = RuntimeTable(
             **_off(2, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
             # a second operand is rounded to a signed grid
             **_off(6, "input", _labels("MatMul"), second_operand=True),
-            **_off(10, "output", _labels("Softmax")),
+            **_off(118, "output", _labels("Softmax")),  # it drops the zero point
             **_off(236, "anywhere", _GROUPS),
         },
         "int8": {

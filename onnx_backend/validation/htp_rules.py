@@ -9,7 +9,7 @@ from onnx_backend.dialects.readers import Readers, grid, is_shifted, quantizers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.proto.weightless import types_of
-from onnx_backend.validation.finding import Finding, error
+from onnx_backend.validation.finding import Finding, error, warning
 from qsdk.core.graph.op_facts import BLOCK_MOVES
 
 
@@ -24,10 +24,13 @@ def findings(node: NodeProto, known: Readers, beyond: frozenset[str]) -> Iterato
     if node.op_type == "CumSum":
         pair, axis = pair_before(node, known), known.stored.get(node.input[1])
         is_last = axis is not None and int(array(axis).reshape(())) == -1
+        remedy = 'give what it reads 16 bits, .override("its name", activation="uint16")'
         if pair is not None and is_shifted(pair, known) and not is_last:
             problem = "the runtime adds up zero points too, but for the last axis: a quarter of the grid off or more"
-            remedy = 'sum along axis=-1, or give what it reads 16 bits, .override("its name", activation="uint16")'
-            yield error(node_label(node), "dialect", f"{problem} (measured)", remedy)
+            yield error(node_label(node), "dialect", f"{problem} (measured)", f"sum along axis=-1, or {remedy}")
+        elif pair is not None:
+            problem = "the runtime rounds every sum, and stops at the ends of the grid: 2 steps off for 8 elements"
+            yield warning(node_label(node), "dialect", f"{problem}, 34 for 1,024 (measured)", remedy)
     if node.op_type in BLOCK_MOVES:
         before = known.makers.get(node.input[0])
         if before is None or before.op_type != "DequantizeLinear":

@@ -40,7 +40,6 @@ CASES = {
         None,
         False,
     ),
-    "padding of an image": ("Pad", (2, 3, 8, 8), {}, [0, 0, 1, 1, 0, 0, 1, 1], False),
 }
 
 
@@ -102,6 +101,77 @@ def test_what_goes_wrong_on_codes_is_known_refused_and_right_when_it_is_kept_off
         keep_off_codes(model)
         assert is_right(model, feeds)
         assert validate(model, dialect="openvino").summary["errors"] == 0
+
+
+def padded(shape: tuple[int, ...], pads: list[int], *, sharing: bool) -> ModelProto:
+    """A Pad between two pairs of one grid, which share its constants or have their own."""
+    grid = {"scale": np.float32(0.034), "zero": np.uint8(88)}
+    stored = {"pads": np.int64(pads), **grid, **({} if sharing else {f"last_{k}": v for k, v in grid.items()})}
+    last = [name if sharing else f"last_{name}" for name in grid]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", *grid], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", *grid], ["d"]),
+        helper.make_node("Pad", ["d", "pads"], ["p"], "it"),
+        helper.make_node("QuantizeLinear", ["p", *last], ["r"]),
+        helper.make_node("DequantizeLinear", ["r", *last], ["y"]),
+    ]
+    edges = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * len(shape)) for name in "xy"]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "g", edges[:1], edges[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+PADS = [
+    ((6, 16), [1, 0, 0, 0], True),
+    ((2, 6, 16), [0, 0, 0, 0, 1, 0], True),
+    ((2, 3, 8, 8), [0, 0, 0, 1, 0, 0, 0, 1], True),
+    ((2, 3, 8, 8), [0, 0, 1, 0, 0, 0, 0, 1], False),
+    ((2, 3, 8, 8), [0, 0, 1, 1, 0, 0, 1, 1], False),
+]
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize(("shape", "pads", "is_wrong"), PADS)
+def test_a_pad_of_one_axis_is_wrong_where_pairs_share_their_constants(shape, pads, is_wrong, sharing):
+    model, x = padded(shape, pads, sharing=sharing), np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    assert is_right(model, {"x": x}) != (is_wrong and sharing)
+    refused = [row["node"] for row in validate(model, dialect="openvino").rows if row["severity"] == "error"]
+    assert refused == (["it"] if is_wrong and sharing else [])
+    keep_off_codes(model)
+    assert is_right(model, {"x": x})
+    assert validate(model, dialect="openvino").summary["errors"] == 0
+
+
+def clipped(low: float) -> ModelProto:
+    """A convolution that changes nothing, its pair, and a Clip from 8 bits to a finer grid."""
+    stored = {"s": np.float32(0.03), "z": np.uint8(117), "low": np.float32(low), "high": np.float32(1.5)}
+    stored |= {"w_q": np.full((1, 1, 1, 1), 64, np.int8), "w_s": np.float32(1 / 64), "w_z": np.int8(0)}
+    stored |= {"d_s": stored["s"], "d_z": stored["z"], "y_s": np.float32((1.5 - low) / 255), "y_z": np.uint8(64)}
+    nodes = [helper.make_node("DequantizeLinear", ["w_q", "w_s", "w_z"], ["w"])]
+    for source, op, grid in (("x", [], "s z"), ("c", ["Conv", "x_d", "w"], "d_s d_z"), ("y", [], "y_s y_z")):
+        if op:
+            nodes.append(helper.make_node(op[0], op[1:], ["c"]))
+        elif source == "y":
+            nodes.append(helper.make_node("Clip", ["c_d", "low", "high"], ["y"], "it"))
+        nodes.append(helper.make_node("QuantizeLinear", [source, *grid.split()], [f"{source}_q"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{source}_q", *grid.split()], [f"{source}_d"]))
+    edges = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in ("x", "y_d")]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "g", edges[:1], edges[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize(("low", "is_wrong"), [(-0.5, True), (-0.51, False)])
+def test_a_clip_behind_a_layer_is_wrong_where_no_code_is_its_bound(low, is_wrong):
+    model, x = clipped(low), np.linspace(-3, 3, 256, dtype=np.float32).reshape(1, 1, 16, 16)
+    (wanted,) = RunOn().open(model).run({"x": x})
+    step = (1.5 - low) / 255
+    assert (np.abs(OpenVinoRunner(model).run({"x": x})[0] - wanted).max() > 1.5 * step) == is_wrong
+    refused = [row["node"] for row in validate(model, dialect="openvino").rows if row["severity"] == "error"]
+    assert refused == ["it"] * is_wrong
+    keep_off_codes(model)
+    assert np.abs(OpenVinoRunner(model).run({"x": x})[0] - wanted).max() <= 1.01 * step
 
 
 class Pooled(nn.Module):

@@ -58,6 +58,13 @@ def test_it_is_refused_by_name(name):
     assert all("measured" in row["problem"] for row in found)
 
 
+def test_a_running_sum_of_the_last_axis_is_named_too():
+    rows = validate(between_pairs("a running sum of the last axis"), dialect="qnn").rows
+    (row,) = [row for row in rows if row["rule"] == "dialect"]
+    assert row["severity"] == "warning"
+    assert "rounds every sum" in row["problem"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_wrong_on_the_htp_and_its_neighbours_are_not(name):
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn has no wheel for this system")
