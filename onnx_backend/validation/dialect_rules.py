@@ -14,7 +14,7 @@ from onnx_backend.proto.nodes import node_label
 from onnx_backend.validation import htp_rules, tensorrt_rules
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import is_quantizer
-from qsdk.core.graph.op_facts import SHAPE_OPS
+from qsdk.core.graph.op_facts import MOVEMENTS, SHAPE_OPS
 from qsdk.core.numerics.dtypes import DTYPES
 
 _MISREAD = 16  # a difference of this part of the grid is no rounding any more
@@ -155,7 +155,11 @@ def _wrong_readers(dequantize: NodeProto, known: Readers, table: RuntimeTable) -
 def _applies(fault: Fault, dequantize: NodeProto, reader: NodeProto, known: Readers) -> bool:
     """Return True if the pairs around a reader are those with which the table found its fault."""
     if fault.second_operand:
-        return reader.input[1] == dequantize.output[0] and not _is_centred(dequantize, known)
+        second = known.makers.get(reader.input[1])
+        if second is not None and second.op_type == "DequantizeLinear":
+            return reader.input[1] == dequantize.output[0] and not _is_centred(dequantize, known)
+        moved = None if second is None or second.op_type not in MOVEMENTS else pair_before(second, known)
+        return moved is not None and not _is_centred(moved, known)
     behind = quantizers(reader, known)
     return fault.applies(
         input_shifted=is_shifted(dequantize, known),

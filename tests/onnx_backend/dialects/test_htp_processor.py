@@ -114,6 +114,17 @@ def test_a_second_operand_is_rounded_again_unless_its_zero_point_is_the_middle(z
     assert QNN.off["uint8"]["MatMul"].second_operand
 
 
+@pytest.mark.parametrize(("zero", "named"), [(128, []), (127, ["product"])])
+def test_a_second_operand_behind_a_transpose_is_named_too(zero, named):
+    model = product(zero)
+    model.graph.node.insert(4, helper.make_node("Transpose", ["b_d"], ["b_t"], perm=[0, 2, 1]))
+    (matmul,) = [node for node in model.graph.node if node.op_type == "MatMul"]
+    matmul.input[1] = "b_t"
+    model.graph.input[1].CopyFrom(helper.make_tensor_value_info("b", TensorProto.FLOAT, (2, 12, 16)))
+    del model.graph.value_info[:]
+    assert [row["node"] for row in validate(model, dialect="qnn").rows if row["rule"] == "dialect"] == named
+
+
 class Attention(nn.Module):
     """Tokens that attend to those that a mask keeps, as sentence encoders do it."""
 
