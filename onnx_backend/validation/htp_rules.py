@@ -31,7 +31,9 @@ def findings(node: NodeProto, known: Readers, beyond: frozenset[str]) -> Iterato
         elif pair is not None:
             problem = "the runtime rounds every sum, and stops at the ends of the grid: 2 steps off for 8 elements"
             yield warning(node_label(node), "dialect", f"{problem}, 34 for 1,024 (measured)", remedy)
-    if node.op_type in BLOCK_MOVES:
+    if node.op_type in BLOCK_MOVES or (
+        node.op_type == "Pad" and attributes(node).get("mode", "constant") != "constant"
+    ):
         before = known.makers.get(node.input[0])
         if before is None or before.op_type != "DequantizeLinear":
             return

@@ -11,6 +11,7 @@ from onnx_backend.validation.validate import validate
 
 X = np.random.default_rng(0).uniform(-1, 1, (1, 8, 4, 6)).astype(np.float32)
 STEP = 0.0625
+PADS = (0, 0, 1, 1, 0, 0, 1, 1)
 POOL = {"kernel_shape": [3, 3], "strides": [2, 2]}
 #: op, attributes, second operand, scale of the result -> whether the HTP goes wrong
 CASES = {
@@ -19,6 +20,10 @@ CASES = {
     "depth to space, one scale": ("DepthToSpace", {"blocksize": 2}, None, 1 / 127, False),
     "depth to space, another dtype": ("DepthToSpace", {"blocksize": 2}, None, 0.003, False),
     "a transpose, another scale": ("Transpose", {"perm": [0, 2, 3, 1]}, None, 0.004, False),
+    "padding by the edge, another scale": ("Pad", {"mode": "edge"}, PADS, 0.004, True),
+    "padding by a mirror, another scale": ("Pad", {"mode": "reflect"}, PADS, 0.004, True),
+    "padding by the edge, one scale": ("Pad", {"mode": "edge"}, PADS, 1 / 127, False),
+    "padding by zeros, another scale": ("Pad", {}, PADS, 0.004, False),
     "a running sum of channels": ("CumSum", {}, 1, STEP, True),
     "a running sum of the last axis": ("CumSum", {}, -1, STEP, False),
     "a mean of windows beyond the edge": ("AveragePool", POOL | {"ceil_mode": 1}, None, 0.006, True),
