@@ -34,7 +34,8 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
     if writing.fixed_sizes and (opened := open_inputs(model)):
         problem = f"{', '.join(opened)} has open axes, and the runtime compiles for one size"
         yield error("", "sizes", problem, 'export with shapes={"name": sizes}')
-    beyond = htp_rules.pools_beyond_the_edge(model) if dialect == "qnn" else frozenset()
+    finders = htp_rules.pools_beyond_the_edge, htp_rules.softmax_of_long_rows
+    beyond, long_rows = (find(model) if dialect == "qnn" else frozenset() for find in finders)
     if dialect == "openvino":
         yield from _quantized_by_the_runtime(model, known)
     for node in model.graph.node:
@@ -56,7 +57,7 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             remedy = 'give it and what it reads 16 bits, .override("its name", activation="uint16"), or leave it float'
             yield error(node_label(node), "dialect", problem, remedy)
         if dialect == "qnn":
-            yield from htp_rules.findings(node, known, beyond)
+            yield from htp_rules.findings(node, known, beyond, long_rows)
         if dialect in TABLES and node.op_type == "BitShift":
             yield from _wrong_shift(node, known, TABLES[dialect])
         if not is_quantizer(node):

@@ -12,15 +12,25 @@ from onnx_backend.proto.weightless import types_of
 from onnx_backend.validation.finding import Finding, error, warning
 from qsdk.core.graph.op_facts import BLOCK_MOVES
 
+#: Elements of a row from which its Softmax was measured more than one step off; 3,000 are not.
+_LONG_ROW = 6000
 
-def findings(node: NodeProto, known: Readers, beyond: frozenset[str]) -> Iterator[Finding]:
+
+def findings(node: NodeProto, known: Readers, beyond: frozenset[str], long_rows: frozenset[str]) -> Iterator[Finding]:
     """Yield what the HTP computes wrong: it sums zero points, moves codes between grids, and averages what is no pixel.
 
     Args:
         node: any.
         known: of the graph.
         beyond: see `pools_beyond_the_edge`.
+        long_rows: see `softmax_of_long_rows`.
     """
+    if node.op_type in ("LSTM", "GRU") and pair_before(node, known) is not None:
+        problem = "the runtime computes it up to 3 steps of 8 bits off, or 746 of 16 (measured on a voice detector)"
+        yield warning(node_label(node), "dialect", problem, "check it with check_parity(runtime='qnn')")
+    if node.output[0] in long_rows:
+        problem = "the runtime computes it up to 2 steps off along so many elements (measured along 6,625)"
+        yield warning(node_label(node), "dialect", problem, "check it with check_parity(runtime='qnn')")
     if node.op_type == "CumSum":
         pair, axis = pair_before(node, known), known.stored.get(node.input[1])
         is_last = axis is not None and int(array(axis).reshape(())) == -1
@@ -46,6 +56,19 @@ def findings(node: NodeProto, known: Readers, beyond: frozenset[str]) -> Iterato
         problem = "the runtime averages more than the input where a window of ceil_mode goes beyond it: any code"
         remedy = "give the pool the padding in which its windows fit, with count_include_pad=0, and no ceil_mode"
         yield error(node_label(node), "dialect", f"{problem} (measured)", remedy)
+
+
+def softmax_of_long_rows(model: ModelProto) -> frozenset[str]:
+    """Return the results of the Softmax nodes along an axis of many elements."""
+    nodes = [node for node in model.graph.node if node.op_type == "Softmax"]
+    types = types_of(model) if nodes else {}
+    found = set()
+    for node in nodes:
+        shape = types.get(node.input[0], ("", None))[1]
+        size = shape[attributes(node).get("axis", -1)] if shape else None
+        if isinstance(size, int) and size >= _LONG_ROW:
+            found.add(node.output[0])
+    return frozenset(found)
 
 
 def pools_beyond_the_edge(model: ModelProto) -> frozenset[str]:

@@ -3,8 +3,10 @@
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+import qsdk
 from onnx_backend.other_runtimes.onnxruntime_runner import OnnxRuntimeRunner
 from onnx_backend.other_runtimes.qnn_runner import QnnRunner
 from onnx_backend.validation.validate import validate
@@ -68,6 +70,30 @@ def test_a_running_sum_of_the_last_axis_is_named_too():
     (row,) = [row for row in rows if row["rule"] == "dialect"]
     assert row["severity"] == "warning"
     assert "rounds every sum" in row["problem"]
+
+
+@pytest.mark.parametrize(("size", "steps"), [(6625, 2), (1000, 1)])
+def test_shares_of_many_elements_are_named_and_two_steps_off(size, steps, tmp_path):
+    x = torch.randn(1, 40, size, generator=torch.Generator().manual_seed(0)) * 4
+    sim = qsdk.quantize(torch.nn.Softmax(-1), x, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx", dialect="qnn")
+    found = [row["problem"] for row in qsdk.validate(tmp_path / "model.onnx", dialect="qnn").rows]
+    assert any("2 steps off along so many elements" in problem for problem in found) == (steps == 2)
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn has no wheel for this system")
+    rows = qsdk.check_parity(sim, tmp_path / "model.onnx", [x], runtime="qnn", progress=False).rows
+    assert max(row["max_lsb"] for row in rows) == steps
+
+
+def test_a_recurrent_layer_is_named(tmp_path):
+    x = torch.randn(5, 1, 8)
+    sim = qsdk.quantize(torch.nn.LSTM(8, 8), x, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx", dialect="qnn")
+    found = [
+        row for row in qsdk.validate(tmp_path / "model.onnx", dialect="qnn").rows if "voice detector" in row["problem"]
+    ]
+    assert [row["severity"] for row in found] == ["warning"]
 
 
 @pytest.mark.parametrize("name", CASES)
