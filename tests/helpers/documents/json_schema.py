@@ -34,7 +34,7 @@ def fits(value: Any, schema: Any) -> bool:
     return all(
         (
             not wanted or any(is_kind[kind] for kind in wanted),
-            "enum" not in schema or value in schema["enum"],
+            "enum" not in schema or any(is_same(value, each) for each in schema["enum"]),
             "const" not in schema or (value == schema["const"] and type(value) is type(schema["const"])),
             "anyOf" not in schema or any(fits(value, choice) for choice in schema["anyOf"]),
             not isinstance(value, list) or fits_list(value, schema),
@@ -42,6 +42,11 @@ def fits(value: Any, schema: Any) -> bool:
             type(value) not in (int, float) or value >= schema.get("minimum", value),
         )
     )
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two values are one in JSON, where 0 is not false."""
+    return bool(value == other) and (type(value) is bool) == (type(other) is bool)
 
 
 def fits_list(value: list[Any], schema: Any) -> bool:
