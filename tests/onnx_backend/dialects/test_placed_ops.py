@@ -10,6 +10,8 @@ from qsdk.core.errors import QsdkError
 PACKAGES = {"openvino": "openvino", "qnn": "onnxruntime_qnn"}
 #: a sum of products may fall to the other side of a tie by more than a step's rounding
 STEPS = 1.01
+#: not rank 5 on the emulated HTP, whose plug-in ends the process while it compiles some op there
+TRIED = [(runtime, rank) for runtime in PACKAGES for rank in SHAPES if (runtime, rank) != ("qnn", 5)]
 FEW = ("AveragePool, ceil_mode", "CumSum of -2", "ReduceMean of 1, keepdims=0", "Transpose by (1, 0, 2)")
 
 
@@ -45,8 +47,7 @@ def test_a_few_ops_that_are_off_are_named(runtime):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("runtime", PACKAGES)
-@pytest.mark.parametrize("rank", SHAPES)
+@pytest.mark.parametrize(("runtime", "rank"), TRIED)
 def test_every_op_that_is_off_is_named(runtime, rank):
     pytest.importorskip(PACKAGES[runtime], reason=f"{runtime} has no wheel for this system")
     found, _ = silent(runtime, rank)
