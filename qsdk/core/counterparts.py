@@ -282,8 +282,8 @@ def other_config(name: str) -> str:
         preset = {"4": "w4a8", "16": "w8a16"}.get(bits, "w8a8")
         return f'"{preset}" quantizes all, qsdk.weight_only("int{bits}") weights alone'
     if re.fullmatch(r"fp8|float8\w*", name):
-        dtype = "float8e4m3fn" if name in ("fp8", "float8") else name
-        return f'write it as qsdk.w8a8().override("*", weight="{dtype}", activation="{dtype}")'
+        known = re.fullmatch(r"float8(e5m2|e4m3fnuz|e5m2fnuz)", name)
+        return f"write it as {_FLOAT8.replace('float8e4m3fn', name) if known else _FLOAT8}"
     return ""
 
 

@@ -200,7 +200,7 @@ def test_a_config_by_name():
         qsdk.load_config("w2a8")
 
 
-@pytest.mark.parametrize("name", ["w4a4", "W4A8", "w4a8kv8", "w4a4kv4", "fp8", "float8e5m2"])
+@pytest.mark.parametrize("name", ["w4a4", "W4A8", "w4a8kv8", "w4a4kv4", "fp8", "float8e4m3", "float8e5m2"])
 def test_the_config_that_stands_for_a_name_is_one(name: str):
     with pytest.raises(ConfigError, match=r"write it as qsdk\.") as raised:
         quantize(nn.Linear(4, 4), X, name)

@@ -278,7 +278,7 @@ class _Part:
     def _all_samples(self) -> tuple[Tensor, Tensor] | None:
         if not self._gathers.samples:
             return None
-        # as arrays, which are pickled in a fifth of the time of tensors
+        # as arrays, which are pickled faster than tensors
         own = [(place, x.cpu().numpy(), x_quantized.cpu().numpy()) for place, x, x_quantized in self._samples]
         every = ranks.gather_to(sorted({owner for _, owner in self._owners}), own)
         if every is None:

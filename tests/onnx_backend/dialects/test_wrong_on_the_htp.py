@@ -79,7 +79,7 @@ def test_shares_of_many_elements_are_named_and_two_steps_off(size, steps, tmp_pa
     qsdk.calibrate(sim, [x], progress=False)
     qsdk.export(sim, tmp_path / "model.onnx", dialect="qnn")
     found = [row["problem"] for row in qsdk.validate(tmp_path / "model.onnx", dialect="qnn").rows]
-    assert any("2 steps off along so many elements" in problem for problem in found) == (steps == 2)
+    assert any("may be 2 steps off along so many" in problem for problem in found) == (steps == 2)
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn has no wheel for this system")
     rows = qsdk.check_parity(sim, tmp_path / "model.onnx", [x], runtime="qnn", progress=False).rows
     assert max(row["max_lsb"] for row in rows) == steps
