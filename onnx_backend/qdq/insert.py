@@ -10,6 +10,7 @@ from onnx import ModelProto, NodeProto, helper
 from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
 from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable, written_out
 from onnx_backend.dialects.zero_points import write_zero_points
+from onnx_backend.dialects.zero_products import drop_zero_products
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metadata, set_metadata
@@ -108,6 +109,7 @@ def lower(
             lowering.nodes.append(node)
     lowering.finish()
     round_entries(lowering)
+    drop_zero_products(model)
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large)
         ranks = {site: len(d.shape) for site, d in plan.decisions.items() if d.shape is not None}
