@@ -74,6 +74,6 @@ def test_a_product_of_ones_stays(tmp_path):
 
 def test_the_only_reader_of_a_weight_stays(tmp_path):
     path = str(tmp_path / "m.onnx")
-    sim, _ = exported(Steps(nn.GRUCell(12, 16)).eval(), path, qsdk.w8a8(), steps=1)
+    exported(Steps(nn.GRUCell(12, 16)).eval(), path, qsdk.w8a8(), steps=1)
     assert products(path) == 2
     assert "cell:weight_hh" in qsdk.quantize(path).encodings
