@@ -391,7 +391,7 @@ class OnnxSim(StatefulSim):
     def _running(self) -> ort.InferenceSession:
         with self._changing:
             if self._session is None:
-                self._session = simulation_session(self._current(), providers=self.providers)
+                self._session = simulation_session(self._current(), runs_often=True, providers=self.providers)
             return self._session
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:

@@ -37,7 +37,7 @@ class SessionCache:
         same = same and self.providers == providers
         if self.session is None or not same:
             model, self.watched = statistics_graph(marked, wanted, sampled=sampled)
-            self.session = simulation_session(model, providers=providers)
+            self.session = simulation_session(model, runs_often=True, providers=providers)
             self.marked, self.wanted, self.sampled = marked, dict(wanted), sampled
             self.providers = providers
         return self.session, self.watched

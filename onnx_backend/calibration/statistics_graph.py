@@ -27,8 +27,6 @@ _KEEP_FINITE = frozenset(
 )
 #: Ops whose values are not below 0; a range contains 0, so only its upper end is needed.
 _NOT_NEGATIVE = frozenset({"Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs"})
-#: Ops between a convolution and its activation, which run in the runtime's own blocked layout of channels.
-_AROUND_CONVOLUTIONS = frozenset({"Conv", "Add", "BatchNormalization", "Concat", "Sum"})
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,7 @@ class _StatisticsGraphBuilder:
         sampled = self.sampled and decision.spec is not None and decision.spec.fixed_range is None
         maker = self.makers.get(mark.input[0])
         positive = maker is not None and self._not_negative(maker)
-        pooled = tensor
-        if positive and not sampled and tensor == mark.output[0] and self._in_blocked_layout(maker, decision):
-            # reduces each channel without leaving the layout
-            pooled = self._node("GlobalMaxPool", [tensor], f"{site}/channels")
-        high = self._output(self._node("ReduceMax", [pooled], f"{site}/high", keepdims=0))
+        high = self._output(self._node("ReduceMax", [tensor], f"{site}/high", keepdims=0))
         low = "" if positive else self._output(self._node("ReduceMin", [tensor], f"{site}/low", keepdims=0))
         check = "" if known else self._check(site, tensor)
         sample = size = ""
@@ -149,13 +143,6 @@ class _StatisticsGraphBuilder:
         if maker.op_type == "Clip" and len(maker.input) > 1 and maker.input[1] in self.stored:
             return bool(float_array(self.stored[maker.input[1]]).min(initial=np.inf) >= 0)
         return maker.op_type in _NOT_NEGATIVE
-
-    def _in_blocked_layout(self, maker: NodeProto | None, decision: Decision) -> bool:
-        before = None if maker is None else self.makers.get(maker.input[0])
-        while before is not None and is_mark(before):
-            before = self.makers.get(before.input[0])
-        rank = len(decision.shape) if decision.shape is not None else 0
-        return rank == 4 and before is not None and before.op_type in _AROUND_CONVOLUTIONS
 
     def _check(self, site: str, tensor: str) -> str:
         """Return a sum of 0 * x: it is 0 unless x holds NaN or an infinity, which minimum and maximum may hide."""

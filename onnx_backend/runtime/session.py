@@ -8,12 +8,15 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import array, bytes_of
 from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.subgraphs import reads
+from onnx_backend.proto.weightless import types_of
+from onnx_backend.qdq.kernel_casts import ROUNDED, has_other_floats
 from onnx_backend.qdq.read import block_scales
+from onnx_backend.runtime.blocked_layout import keep_blocks, optimized_model
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
@@ -37,11 +40,16 @@ _DISABLED_OPTIMIZERS = (
 _NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _PAIR = ("QuantizeLinear", "DequantizeLinear")  # whose scales may be narrow
 _MANY_NODES = 2_000  # nodes
+_WRITTEN = 2**28  # bytes of a model that is written to a temporary file, as the runtime has optimized it
 _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
 
 
 def simulation_session(
-    model: bytes | ModelProto, *, shares_memory: bool = False, providers: Providers = CPU_ONLY
+    model: bytes | ModelProto,
+    *,
+    shares_memory: bool = False,
+    runs_often: bool = False,
+    providers: Providers = CPU_ONLY,
 ) -> ort.InferenceSession:
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
@@ -52,32 +60,67 @@ def simulation_session(
     Args:
         model: with Q/DQ.
         shares_memory: take memory from the pool of `shared_memory`, which must be open.
+        runs_often: spend more on opening it, so that each run of a network of convolutions takes less time; the values
+            are the same. See `blocked_layout`.
         providers: to run on.
 
     Raises:
         FileFormatError: the runtime cannot load the model.
     """
-    options = ort.SessionOptions()
     narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
-    levels = ort.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_DISABLE_ALL if narrow else levels.ORT_ENABLE_ALL
+    prepared = with_float_weights(load(model))
+    _make_size_names_unique(prepared)
+
+    def opened(form: ModelProto, *, optimize: bool, path: str = "") -> ort.InferenceSession:
+        options = _options(shares_memory=shares_memory, optimize=optimize)
+        options.optimized_model_filepath = path
+        # planning the reuse of memory takes the runtime time quadratic in the nodes
+        options.enable_mem_reuse = len(form.graph.node) < _MANY_NODES
+        only_cpu = providers == CPU_ONLY
+        return session_of(form, options, disabled=_DISABLED_OPTIMIZERS, providers=providers, rounds_float16=only_cpu)
+
+    try:
+        if runs_often and not narrow and providers == CPU_ONLY and _has_convolutions(prepared):
+            inline = _inlined(prepared)
+            optimized = optimized_model(lambda path: opened(inline, optimize=True, path=path))
+            shapes = {name: shape for name, (_, shape) in types_of(prepared).items()}
+            if keep_blocks(optimized, shapes):
+                return opened(optimized, optimize=False)
+        return opened(prepared, optimize=not narrow)
+    except QsdkError:
+        raise
+    except Exception as error:  # the runtime's own exception types are private
+        raise FileFormatError(f"the runtime cannot load the model: {error}; run qsdk.validate on it") from error
+
+
+def _options(*, shares_memory: bool, optimize: bool) -> ort.SessionOptions:
+    options, levels = ort.SessionOptions(), ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_double_qdq_remover", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     if shares_memory:
         options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4
-    prepared = with_float_weights(load(model))
-    _make_size_names_unique(prepared)
-    # planning the reuse of memory takes the runtime time quadratic in the nodes
-    options.enable_mem_reuse = len(prepared.graph.node) < _MANY_NODES
-    try:
-        return session_of(
-            prepared, options, disabled=_DISABLED_OPTIMIZERS, providers=providers, rounds_float16=providers == CPU_ONLY
-        )
-    except QsdkError:
-        raise
-    except Exception as error:  # the runtime's own exception types are private
-        raise FileFormatError(f"the runtime cannot load the model: {error}; run qsdk.validate on it") from error
+    return options
+
+
+def _has_convolutions(model: ModelProto) -> bool:
+    """Return True for a float32 model with convolutions that is small enough to be written out once more."""
+    size = sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
+    convolutions = any(node.op_type == "Conv" for node in model.graph.node)
+    return convolutions and size <= _WRITTEN and not has_other_floats(model, ROUNDED)
+
+
+def _inlined(model: ModelProto) -> ModelProto:
+    """Return the model, or a copy, with the weights that lie in files."""
+    if all(tensor.data_location != TensorProto.EXTERNAL for tensor in model.graph.initializer):
+        return model
+    found = ModelProto()
+    found.CopyFrom(model)
+    for tensor in found.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor.CopyFrom(numpy_helper.from_array(array(tensor), tensor.name))
+    return found
 
 
 def computes_in_narrow_floats(model: ModelProto) -> bool:

@@ -1,0 +1,168 @@
+"""Sessions that read the blocks of convolutions give the same bits as those that go back to rows of pixels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import qsdk
+from onnx_backend.proto.model_io import load
+from onnx_backend.runtime.blocked_layout import DOMAIN, keep_blocks
+from onnx_backend.runtime.session import simulation_session
+
+
+class Network(nn.Module):
+    """Convolutions with everything around them that can read blocks, and some that cannot."""
+
+    def __init__(self, channels: int, parts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.parts = parts
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in parts)
+        self.wide = nn.Conv2d(2 * channels, channels, 1)
+        self.gate = nn.Conv2d(channels, channels, 1)
+        self.last = nn.Conv2d(channels, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives [N, 5, h, w]."""
+        x = self.first(x)
+        for part, conv in zip(self.parts, self.convs, strict=True):
+            x = getattr(self, part)(conv(x), x)
+        return self.last(x)
+
+    def add(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return torch.relu(new + old)
+
+    def silu(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(new)
+
+    def hardswish(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return nn.functional.hardswish(new)
+
+    def clip(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return (new + old).clamp(0.25, 1.5)
+
+    def join(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return self.wide(torch.cat([new, old], 1))
+
+    def split(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        left, right = new.chunk(2, 1)
+        return self.wide(torch.cat([left, right, old], 1))
+
+    def pool(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return nn.functional.max_pool2d(new, 3, 1, 1) * old
+
+    def squeeze(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return new * torch.sigmoid(self.gate(new.mean((2, 3), keepdim=True)))
+
+    def exp(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-new.abs()) / (1 + old.abs())
+
+
+PARTS = ("add", "silu", "hardswish", "clip", "join", "split", "pool", "squeeze", "exp")
+
+
+def calibrated(channels: int, parts: tuple[str, ...], seed: int = 0):
+    torch.manual_seed(seed)
+    sim = qsdk.quantize(exported(Network(channels, parts)), None, qsdk.w8a8())
+    batches = [torch.randn(2, 3, 9, 7).numpy() for _ in range(2)]
+    qsdk.calibrate(sim, batches, progress=False)
+    return sim, batches[0]
+
+
+def exported(model: nn.Module):
+    program = torch.onnx.export(
+        model.eval(), (torch.randn(2, 3, 9, 7),), dynamo=True, opset_version=21, verbose=False, external_data=False
+    )
+    assert program is not None
+    return program.model_proto
+
+
+def reorders(model) -> int:
+    return sum(node.domain == DOMAIN and node.op_type.startswith("Reorder") for node in model.graph.node)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Collect, for each session, the number of reorders before and after blocks are kept, and the model."""
+    found = []
+
+    def recorded(model, shapes) -> bool:
+        before = reorders(model)
+        changed = keep_blocks(model, shapes)
+        found.append((before, reorders(model), model))
+        return changed
+
+    monkeypatch.setattr("onnx_backend.runtime.session.keep_blocks", recorded)
+    return found
+
+
+def compared(sim, x: np.ndarray) -> None:
+    """Require the same bits of every output in both sessions."""
+    model = sim.qdq_model()
+    feeds = {model.graph.input[0].name: x}
+    rows, blocks = (simulation_session(load(model), runs_often=often).run(None, feeds) for often in (False, True))
+    for one, other in zip(rows, blocks, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    channels=st.sampled_from([4, 12, 16, 24, 32, 48]),
+    parts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map(tuple),
+)
+def test_blocks_change_no_bit(channels, parts):
+    compared(*calibrated(channels, parts))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("channels", [24, 32])
+def test_each_op_around_convolutions_changes_no_bit(part, channels):
+    compared(*calibrated(channels, (part, part)))
+
+
+def test_a_network_of_convolutions_stays_in_blocks(kept):
+    sim, x = calibrated(32, ("add", "silu", "pool"))
+    sim.run(x)
+    before, after, model = kept[-1]
+    assert before > 10
+    assert after == 1, [node.op_type for node in model.graph.node]  # of the output's five channels
+
+
+def test_padded_channels_stay_in_blocks_where_zeros_stay_zeros(kept):
+    sim, x = calibrated(24, ("add", "add"))
+    sim.run(x)
+    before, after, _ = kept[-1]
+    assert after < before / 2
+    sim, x = calibrated(24, ("clip", "exp"))
+    sim.run(x)
+    nodes = kept[-1][2].graph.node
+    assert not any(node.op_type in ("Clip", "Exp") and node.input[0].endswith("/blocks") for node in nodes)
+
+
+def observed(network: nn.Module, batch: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the statistics that calibration computes of a batch."""
+    sim = qsdk.quantize(exported(network), None, qsdk.w8a8())
+    qsdk.calibrate(sim, [batch], progress=False)
+    session = sim._observing.session
+    values = session.run(None, {session.get_inputs()[0].name: batch})
+    return dict(zip((output.name for output in session.get_outputs()), values, strict=True))
+
+
+@pytest.mark.parametrize("channels", [24, 32])
+def test_statistics_do_not_see_padding(channels, kept, monkeypatch):
+    """Values of 5 and more: the zeros of padding would be the smallest."""
+    torch.manual_seed(0)
+    convs = nn.Sequential(nn.Conv2d(3, channels, 1), nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, 4, 1))
+    with torch.no_grad():
+        convs[0].weight.mul_(0.01)
+        convs[0].bias.fill_(6.0)
+    batch = torch.rand(2, 3, 9, 7).numpy()
+    in_blocks = observed(convs, batch)
+    assert (kept[-1][0] > kept[-1][1]) == (channels == 32)
+    monkeypatch.setattr("onnx_backend.runtime.session._WRITTEN", 0)
+    for name, value in observed(convs, batch).items():
+        np.testing.assert_array_equal(in_blocks[name], value)
+    assert any(5 < float(value) < 6.5 for name, value in in_blocks.items() if name.endswith("/low"))
