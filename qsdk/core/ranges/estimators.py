@@ -99,7 +99,7 @@ def range_from_histogram(histogram: Histogram, spec: Spec, chosen: Estimator) ->
             low, high = (np.asarray(end, np.float32) for end in ends)
             return Range(low, high)
         case "mse" | "tf_enhanced":
-            return least_error_counted(histogram.centers, histogram.counts, full, spec, _gamma(chosen))
+            return least_error_counted(histogram, spec, _gamma(chosen))
         case "entropy":
             return _least_divergent(histogram, spec)
         case _:

@@ -17,9 +17,13 @@ import numpy.typing as npt
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import FloatArray, storage_type
 from qsdk.core.numerics.spec import Spec
+from qsdk.core.ranges.histogram import Histogram
 from qsdk.core.ranges.ranges import Range, scale_and_zero_point
 
 _CHUNK = 1 << 16  # elements of one candidate x value array, which fits a core's own cache
+_CACHED = 1 << 13  # bounds that are looked up at once
+_SPREAD = 8  # every how-many-th candidate is looked up before the others
+_ROUNDING = 1 + 1e-9  # more than sums of float64 are off by
 _COARSE, _FINE = 32, 8  # candidates (i / 32), then i / 256 around the best
 _COARSE_ENDS = 16  # of each end, where both are searched
 
@@ -39,25 +43,24 @@ def least_error(values: FloatArray, spec: Spec, gamma: float) -> Range:
     return _search(cost, Range(values.min(axis=1), values.max(axis=1)), spec, values.size)
 
 
-def least_error_counted(centers: Doubles, counts: Doubles, full: Range, spec: Spec, gamma: float) -> Range:
-    """Return the range of each group with the smallest error, from the count of each value.
+def least_error_counted(histogram: Histogram, spec: Spec, gamma: float) -> Range:
+    """Return the range of each group with the smallest error, from the count of the values in each bin.
 
     Args:
-        centers: [G, n], ascending.
-        counts: [G, n].
-        full: the extremes of each group.
+        histogram: of the values; all of a bin count as its centre.
         spec: of the grid.
         gamma: weight of the error of clipped values.
     """
+    full, counts = Range(histogram.low, histogram.high), histogram.counts
     levels = spec.dtype.hi - spec.dtype.lo
-    if not spec.dtype.is_integer or levels > centers.shape[1]:
-        values = centers.astype(np.float32)
+    if not spec.dtype.is_integer or levels > counts.shape[1]:
+        values = histogram.centers.astype(np.float32)
 
         def each(scale: Scales, zero_point: ZeroPoints) -> Doubles:
             return _each_cost(values, counts, scale, zero_point, spec.dtype, gamma)
 
-        return _search(each, full, spec, centers.size)
-    groups = [_Counted(x, count) for x, count in zip(centers, counts, strict=True)]
+        return _search(each, full, spec, counts.size)
+    groups = [_Counted(group) for group in histogram.groups()]
 
     def cost(scale: Scales, zero_point: ZeroPoints) -> Doubles:
         result = [
@@ -160,33 +163,59 @@ def _sum_squares(error: FloatArray, counts: Doubles | None) -> Doubles:
 class _Counted:
     """Sums over the counted values of a group up to a bound, from which the cost of a grid is looked up."""
 
-    def __init__(self, values: Doubles, counts: Doubles) -> None:
-        held = counts > 0
-        self.values, kept = values[held], counts[held]
+    def __init__(self, histogram: Histogram) -> None:
+        self.values, counts = histogram.centers[0], histogram.counts[0]
+        self.width, self.first = float(histogram.width[0]), float(histogram.first[0])
         # of counts, of count * x and of count * x^2 over the values before each one
-        self.sums = np.zeros((3, len(kept) + 1))
+        self.sums = np.zeros((3, len(counts) + 1))
         for power, sums in enumerate(self.sums):
-            np.cumsum(kept * self.values**power, out=sums[1:])
-        self.shortfall = self.values * self.sums[0, 1:] - self.sums[1, 1:]  # F at each value
+            np.cumsum(counts * self.values**power, out=sums[1:])
 
     def cost(self, scale: Scales, zero_point: ZeroPoints, dtype: DType, gamma: float) -> Doubles:
-        """Return the cost of each candidate, [C], for scales [C]."""
+        """Return the cost of each candidate, [C], for scales [C]; infinity where it is above that of another.
+
+        What clipping alone costs is known from the sums. Some candidates are looked up level by level, and then only
+        those that clip for less than the best of these costs.
+        """
         s, z = scale.astype(np.float64), zero_point.astype(np.float64)
-        bounds = (np.arange(dtype.lo, dtype.hi) + 0.5 - z[:, None]) * s[:, None]
         lowest, highest = (dtype.lo - z) * s, (dtype.hi - z) * s
         total = self.sums[:, -1]
-        squared = _square(highest, total) - 2 * s * self._shortfall(bounds).sum(axis=1)
-        if gamma == 1:
-            return np.asarray(squared)
         below = self.sums[:, np.searchsorted(self.values, lowest)]
         above = total[:, None] - self.sums[:, np.searchsorted(self.values, highest, "right")]
         clipped = _square(lowest, below) + _square(highest, above)
-        return np.asarray(squared + (gamma - 1) * clipped)
+        middles = np.arange(dtype.lo, dtype.hi) + 0.5
+        at_once = max(_CACHED // len(middles), 1)
+        result = np.full(len(s), np.inf)
+
+        def look_up(candidates: npt.NDArray[np.intp]) -> None:
+            for start in range(0, len(candidates), at_once):
+                some = candidates[start : start + at_once]
+                bounds = (middles - z[some, None]) * s[some, None]
+                rounded = _square(highest[some], total) - 2 * s[some] * self._shortfall(bounds).sum(axis=1)
+                result[some] = rounded + (gamma - 1) * clipped[some]
+
+        look_up(np.arange(0, len(s), _SPREAD))
+        look_up(np.flatnonzero((gamma * clipped <= _ROUNDING * result.min()) & (result == np.inf)))
+        return result
 
     def _shortfall(self, bounds: Doubles) -> Doubles:
-        """Return F at any bound: linear between values, 0 below them, with the slope of all counts beyond the last."""
-        result = np.interp(bounds, self.values, self.shortfall, left=0)
-        return np.asarray(result + self.sums[0, -1] * np.maximum(bounds - self.values[-1], 0))
+        """Return F at any bound: linear between values, 0 below them, with the slope of all counts beyond the last.
+
+        The bin of a bound says which values are below it, and so which line of F it is on. Only the first and the last
+        value may not be in the middle of their bins; F is convex, no line of it is above it, and so the larger of that
+        line and the outermost two is right there too.
+        """
+        place = bounds * (1 / self.width)
+        place += 0.5 - self.first
+        counts, sums = self.sums[0], self.sums[1]
+        number = np.clip(place, 0, len(counts) - 1, out=place).astype(np.intp)  # rounded down
+        result = counts.take(number, mode="clip", out=place)
+        result *= bounds
+        result -= sums.take(number, mode="clip")
+        np.maximum(result, 0, out=result)
+        bounds *= counts[-1]
+        bounds -= sums[-1]
+        return np.maximum(result, bounds, out=result)
 
 
 def _square(end: Doubles, sums: Doubles) -> Doubles:
