@@ -4,7 +4,9 @@
 of `ptq_networks.py`, batch 64, W8A8, SGD with momentum, BatchNorms folded on both sides. Processor time of one thread,
 so that other programs hardly count, or wall time of several; one JSON line of ratios. `fixed` trains weights, `learned`
 scales as well. `--compile=kernels` is `sim.training(compile_kernels=True)` beside the eager float network,
-`--compile=model` compiles both models whole.
+`--compile=model` compiles both models whole. `stock_fixed` and `stock_learned` are the floor that PyTorch's own kernels
+set: the float network with `torch.fake_quantize_per_tensor_affine` (and its kin per channel and with learned scales) on
+the same weights and the same outputs of modules, and nothing else.
 """
 
 import json
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from ptq_networks import NETWORKS, calibration, trained
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import qsdk
 
@@ -38,6 +41,46 @@ def stepper(model: Callable[[Tensor], Tensor], groups: object, x: Tensor, y: Ten
     return step
 
 
+class StockQuantizer(nn.Module):
+    """PyTorch's fake quantization of one tensor, with the scale and zero point that qsdk has found for it."""
+
+    def __init__(self, encoding: qsdk.Encoding, *, learned: bool) -> None:
+        super().__init__()
+        scale, zero_point = (torch.from_numpy(v.reshape(-1).copy()) for v in (encoding.scale, encoding.zero_point))
+        self.scale = nn.Parameter(scale.float(), requires_grad=learned)
+        self.zero_point = nn.Parameter(zero_point.float(), requires_grad=False)
+        self.ends, self.learned = (int(encoding.dtype.lo), int(encoding.dtype.hi)), learned
+        self.axis = () if len(scale) == 1 else (encoding.axis,)
+        self.number = (float(scale[0]), int(zero_point[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the values on their grid."""
+        of = "channel" if self.axis else "tensor"
+        if self.learned:
+            kernel = getattr(torch, f"_fake_quantize_learnable_per_{of}_affine")
+            return kernel(x, self.scale, self.zero_point, *self.axis, *self.ends, 1.0)
+        if self.axis:
+            points = self.zero_point.int()
+            return torch.fake_quantize_per_channel_affine(x, self.scale, points, *self.axis, *self.ends)  # noqa: TID251
+        return torch.fake_quantize_per_tensor_affine(x, *self.number, *self.ends)  # noqa: TID251 - its speed is asked
+
+
+def stock(sim: qsdk.QuantSim, *, learned: bool) -> nn.Module:
+    """Return the float network of a calibrated sim with stock kernels at its weights and at its modules' outputs."""
+    model = sim.unwrap().train()
+    for site, decision in sim.plan.decisions.items():
+        owner, port = site.rpartition(":")[::2]
+        if not decision.quantized or decision.kind == "bias" or owner == "input":
+            continue
+        quantizer, module = StockQuantizer(sim.encodings[site], learned=learned), model.get_submodule(owner)
+        if port == "weight":
+            parametrize.register_parametrization(module, "weight", quantizer)
+        else:
+            module.add_module("stock", quantizer)
+            module.register_forward_hook(lambda module, _, output: module.stock(output))
+    return model
+
+
 def compared(model: nn.Module, compiled: str, clock: Callable[[], float]) -> dict[str, float]:
     """Kind of training -> time of its step in steps of the float network."""
     batches = calibration(BATCH)
@@ -51,6 +94,10 @@ def compared(model: nn.Module, compiled: str, clock: Callable[[], float]) -> dic
         block = sim.training(learn_scales=name == "learned", compile_kernels=compiled == "kernels")
         steps[name] = stepper(with_compiler(block.__enter__()), sim.parameter_groups(lr=1e-3), x, y)
         steps[name].block = block  # type: ignore[attr-defined]
+    for name, sim in sims.items():
+        floor = stock(sim, learned=name == "learned")
+        trained_too = [parameter for parameter in floor.parameters() if parameter.requires_grad]
+        steps[f"stock_{name}"] = stepper(floor, trained_too, x, y)
     for step in steps.values():
         step(), step(), step()
     rounds = [{name: _seconds(step, clock) for name, step in steps.items()} for _ in range(ROUNDS)]
