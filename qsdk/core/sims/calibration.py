@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.errors import DataError
+from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
@@ -110,9 +110,13 @@ def weight_encodings(
 def _weight_encoding(site: str, stored: Stored, spec: Spec, chosen: Estimator) -> Encoding:
     """Return the encoding of one stored tensor, whose value is dropped before the next one is read."""
     values = stored[site]
-    if values.size and not np.isfinite([values.min(), values.max()]).all():
-        raise DataError(f"NaN or inf in the stored tensor at {site}; load weights that are finite")
-    return encoding_from_range(range_of_stored(values, spec, chosen), spec)
+    try:
+        found = range_of_stored(values, spec, chosen)
+    except CalibrationError as error:
+        if not np.isfinite(values).all():
+            raise DataError(f"NaN or inf in the stored tensor at {site}; load weights that are finite") from error
+        raise
+    return encoding_from_range(found, spec)
 
 
 def make_room_for_biases(
