@@ -167,7 +167,7 @@ def demo(quantize: Quantize) -> Case:
     return _of_module("top-1 accuracy", load_pretrained(), calibration, test, _top, points, quantize)
 
 
-def _crops(count: int, *, lite: bool) -> tuple[Tensor, Array]:
+def crops_of_photographs(count: int, *, lite: bool) -> tuple[Tensor, Array]:
     """Crops of half the area and more of each photograph, flipped by chance, float32 [20 * count, 3, 224, 224]."""
     rng, found, labels = np.random.default_rng(0), [], []
     mean, std = (zoo.LITE_MEAN, zoo.LITE_STD) if lite else (zoo.IMAGENET_MEAN, zoo.IMAGENET_STD)
@@ -187,7 +187,7 @@ def _crops(count: int, *, lite: bool) -> tuple[Tensor, Array]:
 
 
 def _imagenet(model: nn.Module, quantize: Quantize, *, lite: bool) -> Case:
-    crops, labels = _crops(50, lite=lite)
+    crops, labels = crops_of_photographs(50, lite=lite)
     calibration = zoo.imagenet_images(lite=lite)[0].split(5)
     test = [{"x": x} for x in crops.split(2)]
     return _of_module("top-1 accuracy", model, calibration, test, _top, _right(labels), quantize)

@@ -18,6 +18,7 @@ from onnx_backend.qdq.kernel_casts import ROUNDED, has_other_floats
 from onnx_backend.qdq.read import block_scales
 from onnx_backend.runtime.blocked_layout import keep_blocks, optimized_model
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
+from onnx_backend.runtime.repeated_pairs import drop_repeated_pairs
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine
@@ -60,8 +61,8 @@ def simulation_session(
     Args:
         model: with Q/DQ.
         shares_memory: take memory from the pool of `shared_memory`, which must be open.
-        runs_often: spend more on opening it, so that each run of a network of convolutions takes less time; the values
-            are the same. See `blocked_layout`.
+        runs_often: spend more on opening it, so that each run takes less time; the values are the same. See
+            `repeated_pairs`, and `blocked_layout` for networks of convolutions.
         providers: to run on.
 
     Raises:
@@ -69,6 +70,8 @@ def simulation_session(
     """
     narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
     prepared = with_float_weights(load(model))
+    if runs_often and not narrow:
+        drop_repeated_pairs(prepared)
     _make_size_names_unique(prepared)
 
     def opened(form: ModelProto, *, optimize: bool, path: str = "") -> ort.InferenceSession:
