@@ -10,7 +10,7 @@ from typing import Any
 
 from onnx import NodeProto
 
-from onnx_backend.integer.codegen import runtime, standard
+from onnx_backend.integer.codegen import channels_last, runtime, standard
 from onnx_backend.integer.codegen.runtime import KernelChoice
 from onnx_backend.integer.ir import max_of_slices
 from onnx_backend.integer.ir.builder import Builder
@@ -55,7 +55,8 @@ def expand(
     waiting: dict[str, Recorded] = {}
     for operation in recorded:
         if isinstance(operation, NodeProto):
-            if (kernels is not None and kernels.contrib) or not max_of_slices.max_pool(b, operation):
+            contrib = kernels is not None and kernels.contrib
+            if not (channels_last.repeat(b, operation) if contrib else max_of_slices.max_pool(b, operation)):
                 b.nodes.append(operation)
         elif kernels is not None and _waits(operation, readers):
             waiting[operation.result] = operation

@@ -5,13 +5,14 @@ compute `rint(float32(accumulator) * multiplier) + zero point` (float32 througho
 fixed point on a few elements in a million, by one step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
+from onnx_backend.integer.codegen.channels_last import in_blocks, turned
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
     Accumulation,
@@ -56,6 +57,7 @@ def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: KernelCh
     if scale is None or bias is None or int(np.ptp(maker.weight)) > _UINT8:
         return False
     if maker.op_type == "Conv":
+        maker = in_blocks(b, maker) if kernels.contrib else maker
         tensors = [*_activation(b, maker.codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
         tensors += _target(b, op.encoding)
         tensors += [b.constant(bias, np.int32)] if np.any(bias) else []
@@ -135,9 +137,11 @@ def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
     scale = np.float32(op.encoding.scale)
     while np.floor(np.float32(1.0) / scale) < steps:
         scale = np.nextafter(scale, np.float32(0.0))
-    tensors = [*_activation(b, whole.codes, whole.encoding), b.constant(scale)]
+    codes, back = (whole.codes, []) if whole.rank is None else turned(b, whole.codes, whole.axis, whole.rank)
+    tensors = [*_activation(b, codes, whole.encoding), b.constant(scale)]
     tensors.append(b.constant(np.uint8(op.encoding.zero_point)))
-    _bounded(b, op, "QLinearSoftmax", tensors, domain=CONTRIB, axis=whole.axis, opset=13)
+    axis = -1 if back else whole.axis
+    _bounded(b, op, "QLinearSoftmax", tensors, back=back, domain=CONTRIB, axis=axis, opset=13)
     op.row["error_bound"] = float(error)
     return True
 
@@ -295,13 +299,24 @@ def _pairs_fit(op: Accumulation) -> bool:
 
 
 def _bounded(
-    b: Builder, op: Requantization, op_type: str, inputs: list[str], *, domain: str = "", **attrs: Any
+    b: Builder,
+    op: Requantization,
+    op_type: str,
+    inputs: list[str],
+    *,
+    back: Sequence[int] = (),
+    domain: str = "",
+    **attrs: Any,
 ) -> None:
-    """Write the kernel, and behind it a Clip where a Relu or Clip bounds the codes further than their grid."""
+    """Write the kernel, and behind it a Transpose `back` and a Clip where a bound is tighter than the grid's."""
     op.row.update(form=op_type, rounding="half_even")
     lo, hi = op.bounds
     if (lo, hi) == (0, 255):
-        b.write(op_type, inputs, op.result, domain=domain, **attrs)
+        if back:
+            b.write("Transpose", [b.node(op_type, inputs, domain=domain, **attrs)], op.result, perm=list(back))
+        else:
+            b.write(op_type, inputs, op.result, domain=domain, **attrs)
         return
     free = b.node(op_type, inputs, domain=domain, **attrs)
+    free = b.node("Transpose", [free], perm=list(back)) if back else free
     b.write("Clip", [free, b.constant(lo, np.uint8), b.constant(hi, np.uint8)], op.result)

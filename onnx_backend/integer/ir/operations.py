@@ -136,12 +136,14 @@ class Softmax:
         encoding: of the scores.
         axis: along which the exponentials are summed.
         length: of the axis.
+        rank: of the scores, None if it is not known.
     """
 
     codes: str
     encoding: ActivationEncoding
     axis: int
     length: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

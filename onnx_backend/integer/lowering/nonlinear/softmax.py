@@ -109,7 +109,8 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     scores = args[0]
     if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
         length = near.length or _DYNAMIC
-        whole = Softmax(scores.name, scores.encoding, int(attributes(node).get("axis", -1)), length)
+        axis, shape = int(attributes(node).get("axis", -1)), ctx.shapes.get(node.input[0])
+        whole = Softmax(scores.name, scores.encoding, axis, length, None if shape is None else len(shape))
         ctx.softmaxes[value.name] = value, whole
     return value
 
