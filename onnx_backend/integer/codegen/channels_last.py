@@ -4,6 +4,7 @@ The runtime surrounds QLinearConv by Transposes and moves these together: a Tran
 them and both disappear.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -99,10 +100,11 @@ def repeat(b: Builder, node: NodeProto) -> bool:
     return True
 
 
-def turned(b: Builder, codes: str, axis: int, rank: int) -> tuple[str, list[int]]:
-    """Write a Transpose that puts an axis last; return its result and the way back, none where it is last."""
-    axis %= rank
-    if axis == rank - 1:
-        return codes, []
-    order = [i for i in range(rank) if i != axis] + [axis]
-    return b.node("Transpose", [codes], perm=order), [order.index(i) for i in range(rank)]
+def turned(b: Builder, codes: str, axis: int, rank: int | None) -> tuple[str, Sequence[int]]:
+    """Write a Transpose that puts the channels of pictures last; return its result and the way back, none for others.
+
+    The kernel of a Softmax would do the same by itself, where no other Transpose can meet it.
+    """
+    if rank != _RANK or axis not in (1, 1 - _RANK):
+        return codes, ()
+    return b.node("Transpose", [codes], perm=list(_LAST)), _FIRST

@@ -12,6 +12,7 @@ from onnx import NodeProto
 
 from onnx_backend.integer.codegen import channels_last, runtime, standard
 from onnx_backend.integer.codegen.runtime import KernelChoice
+from onnx_backend.integer.codegen.share_codes import share_codes
 from onnx_backend.integer.ir import max_of_slices
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
@@ -21,6 +22,8 @@ from onnx_backend.integer.ir.operations import (
     Product,
     Recorded,
     Requantization,
+    Shares,
+    Softmax,
     Table,
     WindowSum,
 )
@@ -55,8 +58,7 @@ def expand(
     waiting: dict[str, Recorded] = {}
     for operation in recorded:
         if isinstance(operation, NodeProto):
-            contrib = kernels is not None and kernels.contrib
-            if not (channels_last.repeat(b, operation) if contrib else max_of_slices.max_pool(b, operation)):
+            if not _as_faster_nodes(b, operation, kernels, portable is not None):
                 b.nodes.append(operation)
         elif kernels is not None and _waits(operation, readers):
             waiting[operation.result] = operation
@@ -66,6 +68,15 @@ def expand(
                 waiting = {name: part for name, part in waiting.items() if name not in inputs}  # they are written now
     # a kernel that replaces several operations leaves some without a reader
     return [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
+
+
+def _as_faster_nodes(b: Builder, node: NodeProto, kernels: KernelChoice | None, portable: bool) -> bool:
+    """Write a node as others that give the same integers in less time; return False for most."""
+    if not portable and node.output[0] in b.row_sums:
+        standard.sum_rows(b, node, b.row_sums[node.output[0]])
+        return True
+    contrib = kernels is not None and kernels.contrib
+    return channels_last.repeat(b, node) if contrib else max_of_slices.max_pool(b, node)
 
 
 def live(operations: Sequence[Operation], outputs: set[str]) -> list[Operation]:
@@ -154,12 +165,18 @@ def _fused(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kern
         if isinstance(maker, WindowSum):
             return kernels.contrib and runtime.pool(b, operation, maker)
         if operation.softmax is not None:
-            return kernels.contrib and runtime.softmax(b, operation, operation.softmax)
+            return kernels.contrib and _softmax(b, operation, operation.softmax)
         return kernels.contrib and runtime.addition(b, operation)
     if isinstance(operation, Join):
         tables = {name: part for name, part in inputs.items() if isinstance(part, Table)}
         return kernels.contrib and runtime.join(b, operation, tables)
     return isinstance(operation, Table) and kernels.contrib and runtime.function(b, operation)
+
+
+def _softmax(b: Builder, operation: Requantization, whole: Softmax | Shares) -> bool:
+    if isinstance(whole, Softmax):
+        return runtime.softmax(b, operation, whole)
+    return share_codes(b, operation, whole)
 
 
 def _encodings(operation: Recorded) -> list[ActivationEncoding]:

@@ -137,7 +137,7 @@ def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
     scale = np.float32(op.encoding.scale)
     while np.floor(np.float32(1.0) / scale) < steps:
         scale = np.nextafter(scale, np.float32(0.0))
-    codes, back = (whole.codes, []) if whole.rank is None else turned(b, whole.codes, whole.axis, whole.rank)
+    codes, back = turned(b, whole.codes, whole.axis, whole.rank)
     tensors = [*_activation(b, codes, whole.encoding), b.constant(scale)]
     tensors.append(b.constant(np.uint8(op.encoding.zero_point)))
     axis = -1 if back else whole.axis

@@ -97,8 +97,8 @@ def looked_up(ctx: LoweringContext, table: Array, index: Int32) -> Int32:
     return Int32(name, lo, hi)
 
 
-def summed(ctx: LoweringContext, x: Int32, axes: Sequence[int], within: Bounds) -> Int32:
-    """Write the sums along axes, which are left out.
+def summed(ctx: LoweringContext, x: Int32, axes: Sequence[int], within: Bounds, count: int = 0) -> Int32:
+    """Write the sums of `count` numbers each, 0 if it is unknown, along axes, which are left out.
 
     Raises:
         Refused: they can leave int32.
@@ -107,6 +107,8 @@ def summed(ctx: LoweringContext, x: Int32, axes: Sequence[int], within: Bounds) 
         raise Refused(f"its sums can reach {max(-within[0], within[1])}", "use smaller rows")
     name = ctx.builder.node("ReduceSum", [x.name, constant64(ctx, np.asarray(axes))], keepdims=0)
     ctx.builder.proven[name] = within
+    if count and tuple(axes) == (-1,):
+        ctx.builder.row_sums[name] = count
     return Int32(name, *within)
 
 

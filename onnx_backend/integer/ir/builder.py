@@ -37,6 +37,7 @@ class Builder:
         self.indices: set[str] = set()  # codes that only tables read, written as int32
         self.assumed: list[str] = []  # the certificate's notes on numbers that only their type bounds
         self.proven: dict[str, tuple[int, int]] = {}  # bounds of 64-bit tensors, tighter than those of their operators
+        self.row_sums: dict[str, int] = {}  # int32 sums along the last axis, and its length
         self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
         self._taken = set(reserved)
         self._constants: dict[tuple[Any, ...], str] = {}

@@ -8,11 +8,12 @@ from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.max_of_slices import largest_of_slices
-from onnx_backend.integer.ir.operations import Softmax
+from onnx_backend.integer.ir.operations import Shares, Softmax
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
     Codes,
     Constant,
+    FixedPoint,
     Integers,
     Joined,
     Lookup,
@@ -48,7 +49,7 @@ class LoweringContext:
         floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         sites: the codes of every QuantizeLinear's output (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
-        softmaxes: the values that are a Softmax of codes, by tensor (filled on the way).
+        softmaxes: the values that are a Softmax of codes or shares of rows, by tensor (filled on the way).
         undefined: node -> what it computes where ONNX leaves the result open (filled on the way).
     """
 
@@ -62,7 +63,7 @@ class LoweringContext:
     sites: dict[str, Codes] = field(default_factory=dict)
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)
     floats: set[str] = field(default_factory=set)
-    softmaxes: dict[str, tuple[Value, Softmax]] = field(default_factory=dict)
+    softmaxes: dict[str, tuple[FixedPoint, Softmax | Shares]] = field(default_factory=dict)
     undefined: dict[str, str] = field(default_factory=dict)
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:

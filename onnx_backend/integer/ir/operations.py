@@ -147,6 +147,27 @@ class Softmax:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """The shares of exponentials in the sums of their rows, which some targets compute without their accumulators.
+
+    Attributes:
+        index: int32, places in the table.
+        table: the exponentials in units of 2**-30, of which every row has a largest of 1.
+        axis: of a row.
+        length: of a row.
+        missing: a bool tensor without the axis, true for rows whose shares are 0; empty if there are none.
+        error: bound of the error of a share, from its scores and from the table.
+    """
+
+    index: str
+    table: Array
+    axis: int
+    length: int
+    missing: str
+    error: float
+
+
+@dataclass(frozen=True)
 class Requantization(SingleResult):
     """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
 
@@ -159,7 +180,7 @@ class Requantization(SingleResult):
         result: name of the codes.
         label: the node of the Q/DQ model.
         row: its row of the certificate.
-        softmax: the Softmax that the accumulators hold, if they hold one.
+        softmax: the Softmax of codes, or the shares of rows, that the accumulators hold, if they hold one.
     """
 
     value: Linear
@@ -170,7 +191,7 @@ class Requantization(SingleResult):
     result: str
     label: str
     row: dict[str, Any] = field(compare=False)
-    softmax: Softmax | None = None
+    softmax: Softmax | Shares | None = None
 
     @property
     def input(self) -> Sequence[str]:

@@ -65,10 +65,13 @@ def quantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def _note_softmax(ctx: LoweringContext, value: Value) -> None:
-    """Mark the requantization just recorded as that of a Softmax of codes."""
+    """Mark the requantization just recorded as that of a Softmax."""
     nodes = ctx.builder.nodes
     known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, FixedPoint) else (None, None)
-    if known is value and isinstance(nodes[-1], Requantization):
+    if known is None or not isinstance(value, FixedPoint) or not isinstance(nodes[-1], Requantization):
+        return
+    # rows without a score may have been set to 0 in between, which they are in any case
+    if value.scale is known.scale and value.constant is known.constant and value.masked == known.masked:
         nodes[-1] = replace(nodes[-1], softmax=softmax)
 
 

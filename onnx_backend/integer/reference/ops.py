@@ -54,7 +54,8 @@ def _matmul(attrs: Attributes, a: Array, b: Array) -> Array:
     reach = float(np.abs(a).max(initial=0)) * float(np.abs(b).max(initial=0)) * a.shape[-1]
     if reach >= 2.0 ** (8 * a.dtype.itemsize - 1):
         raise OverflowError(f"sums of products can reach {reach:.4g}, beyond {a.dtype}")
-    return np.asarray(np.matmul(a, b))
+    kind: Any = np.float64 if reach < _EXACT else a.dtype
+    return np.asarray(np.matmul(a.astype(kind), b.astype(kind)).astype(a.dtype))
 
 
 def _geometry(attrs: Attributes, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[list[int], ...]:

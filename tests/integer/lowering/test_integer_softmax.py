@@ -5,7 +5,7 @@ import pytest
 from exact_integer import grid_codes, require_exact
 from grid_values import on_grid
 from integer_comparison import ENCODINGS, compare, noise
-from integer_models import INT8, UINT8, Net, run
+from integer_models import INT8, LEVELS, UINT8, Net, run
 from onnx import TensorProto
 
 from onnx_backend.integer.convert import convert
@@ -234,3 +234,33 @@ def test_scores_that_may_be_off_by_anything_are_refused():
     assert error_of_exponential(2.0**-10) == pytest.approx(2.0**-10, rel=1e-3)
     with pytest.raises(Refused, match=r"may be off by 7\.5e"):
         error_of_exponential(7.5e4)
+
+
+@pytest.mark.parametrize("length", [2, 128])
+@pytest.mark.parametrize(("scale", "zero"), [(1 / 255, 0), (1 / 256, 0), (1 / 600, 3), (1 / 100, 20)])
+@pytest.mark.parametrize("lowest", [-np.inf, LOWEST])
+def test_masked_scores_become_codes_by_one_product_of_64_bits(scale, zero, lowest, length):
+    """Shares of rows, also of one that is masked altogether, are as near as the certificate says at every level."""
+    net, shape = Net(), [2, 3, 5, length]
+    x = net.qdq(net.input(shape), 0.05, 100)
+    kept = net.input([2, 1, 5, length], "kept", TensorProto.BOOL)
+    mask = net.op("Where", kept, net.const(np.float32(0)), net.const(np.float32(lowest)))
+    y = net.op("Softmax", net.op("Add", x, mask), axis=-1)
+    y = net.op("Where", net.op("IsNaN", y), net.const(np.float32(0)), y)
+    net.output(net.qdq(y, scale, zero), shape)
+    result = convert(net.model(), target="onnxruntime")
+    (row,) = result.certificate["requantizations"]
+    assert row["form"] == "shares of rows"
+    codes = np.random.default_rng(3).integers(0, 256, shape)
+    some = np.random.default_rng(4).random((2, 1, 5, length)) < 0.6
+    some[..., 0] = True
+    some[0, 0, 1] = False  # a row without a score: 0 with minus infinity, else left open here
+    reals = (codes - 100) * np.float64(np.float32(0.05))
+    kept_scores = np.where(some, reals, -1e4)
+    powers = np.exp(kept_scores - kept_scores.max(-1, keepdims=True)) * some
+    step = np.float64(np.float32(scale))
+    wanted = (powers / np.maximum(powers.sum(-1, keepdims=True), 1e-9) / step + zero).clip(0, 255)
+    compared = np.broadcast_to(some.any(-1) | (lowest == -np.inf), shape[:-1])
+    for level in LEVELS:
+        found = run(result.model, {"x": reals.astype(np.float32), "kept": some}, level)["y"] / step + zero
+        assert np.abs(found - wanted)[compared].max() <= 0.5 + row["error_bound"] + 1e-4

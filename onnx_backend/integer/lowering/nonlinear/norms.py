@@ -134,6 +134,7 @@ def _last_axes(ctx: LoweringContext, node: NodeProto, args: Args, *, centred: bo
     axes = list(range(int(attrs.get("axis", -1)) % rank, rank))
     count = math.prod(ctx.sizes(node.input[0], axes))
     epsilon = float(attrs.get("epsilon", 1e-5))
+    axes = axes if len(axes) > 1 else [-1]
     found = _normalized(ctx, args[0], axes, count, epsilon, centred=centred)
     return replace(_affine(ctx, found, args[1:]), source=label(node))
 

@@ -85,10 +85,11 @@ def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count:
     u = Int32(b.cast(codes, TensorProto.INT32), 0, hi)
     share = round((1 << _MEAN) / count)
     off = 0.5 + hi * count * 0.5 / (1 << _MEAN)
-    total = summed(ctx, u, axes, (0, hi * count))
+    total = summed(ctx, u, axes, (0, hi * count), count)
     near = shifted(ctx, add(ctx, multiply(ctx, total, share), 1 << (_MEAN - 1)), _MEAN)
     beside = subtract(ctx, u, spread_over(ctx, near, axes), (-hi, hi))
-    squares = summed(ctx, multiply(ctx, beside, beside), axes, (0, math.floor(count * (hi**2 / 4 + off**2)) + 1))
+    most = math.floor(count * (hi**2 / 4 + off**2)) + 1
+    squares = summed(ctx, multiply(ctx, beside, beside), axes, (0, most), count)
     bound = math.floor(count * off) + 1
     rest = subtract(ctx, total, multiply(ctx, near, count), (-bound, bound))
     wide = b.cast(rest.name, TensorProto.INT64)

@@ -47,7 +47,8 @@ def shares(ctx: LoweringContext, index: str, table: Array, axis: int, length: in
     low, high = (Int32(gather_table(ctx, part, index, index), 0, int(part.max())) for part in halves)
     for part in (low, high):
         ctx.builder.proven[part.name] = part.lo, part.hi
-    inverse = _reciprocal(ctx, summed(ctx, low, [axis], (0, length << _HALF)), _sum_of_high(ctx, high, axis, length))
+    sum_of_low = summed(ctx, low, [axis], (0, length << _HALF), length)
+    inverse = _reciprocal(ctx, sum_of_low, _sum_of_high(ctx, high, axis, length))
     if missing:
         zero = ctx.builder.constant(0, np.int32)
         inverse = Int32(ctx.builder.node("Where", [missing, zero, inverse.name]), 0, inverse.hi)
@@ -62,7 +63,7 @@ def shares(ctx: LoweringContext, index: str, table: Array, axis: int, length: in
 
 
 def _sum_of_high(ctx: LoweringContext, high: Int32, axis: int, length: int) -> Int32:
-    return summed(ctx, high, [axis], (1 << _HALF, length << _HALF))
+    return summed(ctx, high, [axis], (1 << _HALF, length << _HALF), length)
 
 
 def _reciprocal(ctx: LoweringContext, low: Int32, high: Int32) -> Int32:

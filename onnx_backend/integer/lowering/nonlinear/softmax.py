@@ -9,13 +9,14 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     bits,
     constant64,
     error_of_exponential,
+    fits_int32,
     gather_table,
     int64,
     int64_value,
@@ -28,7 +29,7 @@ from onnx_backend.integer.fixed_point.newton import factors_of_exponential, loga
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label
-from onnx_backend.integer.ir.operations import Softmax
+from onnx_backend.integer.ir.operations import Shares, Softmax
 from onnx_backend.integer.ir.values import Array, Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
 from onnx_backend.integer.lowering.nonlinear.shares import BITS, LONGEST, SHARE, shares
@@ -40,6 +41,8 @@ _FAR = 22.0
 #: The rounding error that float64 adds to an entry of a table, in units.
 _FLOAT64 = 2.0**-16
 _LARGEST_TABLE = 1 << 14
+#: A table has an entry for every difference where there are fewer, which saves a Clip.
+_WHOLE_TABLE = 1 << 10
 #: The fine grid has steps of at most this size.
 _FINE = 2.0**-20
 #: A row of dynamic length is taken to have at most this many elements.
@@ -52,9 +55,10 @@ class _Near:
 
     Attributes:
         below: the largest score of the row minus the score, in the dtype of the scores.
-        name: the same as int32, and no larger than `last`.
+        name: the same as int32, and no larger than `reach`.
         step: of the scores.
-        last: the largest of `name`.
+        last: beyond it the exponentials of `name` are all the same.
+        reach: the largest of `name`.
         empty: True if `last` stands for a share of 0.
         largest: the largest score of a row.
         lowest: the least that a score can be; what stands for a masked one.
@@ -67,6 +71,7 @@ class _Near:
     name: str
     step: float
     last: int
+    reach: int
     empty: bool
     largest: str
     lowest: int
@@ -104,8 +109,15 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Softmax over one axis; scores may be codes, accumulators or sums with a mask of minus infinity."""
     near = _near(ctx, node, args)
     short = near.length is not None and near.length <= LONGEST and near.last < _LARGEST_TABLE
-    found, missing = _of_short_rows(ctx, near, near.length) if short and near.length else _of_rows(ctx, near)
+    rows: Shares | None = None
+    if short and near.length:
+        found, rows = _of_short_rows(ctx, near, near.length)
+        missing = bool(rows.missing)
+    else:
+        found, missing = _of_rows(ctx, near)
     value = replace(found, source=label(node), missing=missing)
+    if rows is not None:
+        ctx.softmaxes[value.name] = value, rows
     scores = args[0]
     if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
         length = near.length or _DYNAMIC
@@ -129,16 +141,17 @@ def _of_rows(ctx: LoweringContext, near: _Near) -> tuple[FixedPoint, bool]:
     return narrow_to(ctx, found, _BITS), bool(rows.missing)
 
 
-def _of_short_rows(ctx: LoweringContext, near: _Near, length: int) -> tuple[FixedPoint, bool]:
-    """Write shares in int32; return True beside them if a row can be masked altogether."""
+def _of_short_rows(ctx: LoweringContext, near: _Near, length: int) -> tuple[FixedPoint, Shares]:
+    """Write shares in int32; return beside them what they are computed from."""
     table = _table(near)
     missing = _missing(ctx, near, flat=True)
     name = shares(ctx, near.name, table, near.axis, length, missing)
     # e / s against the true e' / s', as of other rows; and what the shares themselves round
     relative = error_of_exponential(2.0 * spread(near.scores) * near.step)
     off = 2.0 * relative / (1.0 - relative) if relative < 0.5 else 1.0
-    error = (1.0 + length) * (0.5 + _FLOAT64) + math.ldexp(off, BITS) + SHARE
-    return FixedPoint(name, np.asarray(2.0**-BITS), 0, 1 << BITS, narrow=True, error=error), bool(missing)
+    given = (1.0 + length) * (0.5 + _FLOAT64) + math.ldexp(off, BITS)
+    rows = Shares(near.name, table, near.axis, length, missing, math.ldexp(given, -BITS))
+    return FixedPoint(name, np.asarray(2.0**-BITS), 0, 1 << BITS, narrow=True, error=given + SHARE), rows
 
 
 def log_softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -161,29 +174,42 @@ def _near(ctx: LoweringContext, node: NodeProto, args: Args) -> _Near:
     axis = int(attributes(node).get("axis", -1))
     shape = ctx.shapes.get(node.input[0])
     length = shape[axis] if shape is not None else None
+    axis = -1 if shape is not None and axis == len(shape) - 1 else axis
     scores = _scores(ctx, args[0])
     scale = float(scores.scale)
     b, step = ctx.builder, abs(scale)
     most = scores.hi - scores.lo  # the largest difference between two scores that are not masked
-    tensor, lowest = scores.name, scores.lo
+    tensor, lowest, highest = scores.name, scores.lo, scores.hi
     kind = np.int32 if scores.narrow else np.int64
     if scale < 0:
-        tensor, lowest = b.node("Sub", [b.constant(0, kind), tensor]), -scores.hi
+        tensor, lowest, highest = b.node("Sub", [b.constant(0, kind), tensor]), -scores.hi, -scores.lo
     last = min(most, math.ceil(_FAR / step)) + 1
     if scores.masked:
         lowest -= last + 1
-        tensor = b.node("Where", [scores.masked, b.constant(lowest, kind), tensor])
+        tensor = _without_masked(ctx, scores, tensor, lowest, highest)
     largest = _largest(ctx, tensor, axis, None if scores.narrow else lowest)
     below = b.node("Sub", [largest, tensor])
-    near = below
+    near, reach = below, last
     if not scores.narrow:
         limit = constant64(ctx, last)
         near = b.node("Where", [b.node("Greater", [below, limit]), limit, below])
         near = b.cast(near, TensorProto.INT32)
+    elif highest - lowest < _WHOLE_TABLE and last < _LARGEST_TABLE:
+        reach = highest - lowest
+        b.proven[below] = 0, reach
     elif scores.masked or last <= most:
         near = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
     empty = bool(scores.masked) or last <= most
-    return _Near(below, near, step, last, empty, largest, lowest, scores, length, axis)
+    return _Near(below, near, step, last, reach, empty, largest, lowest, scores, length, axis)
+
+
+def _without_masked(ctx: LoweringContext, scores: FixedPoint, tensor: str, lowest: int, highest: int) -> str:
+    """Write scores of which the masked ones are `lowest`: by a Min, as Where takes five times as long."""
+    b = ctx.builder
+    if not scores.narrow:
+        return b.node("Where", [scores.masked, b.constant(lowest, np.int64), tensor])
+    ends = [b.constant(end, np.int32) for end in (lowest, highest)]
+    return b.node("Min", [tensor, b.node("Where", [scores.masked, *ends])])
 
 
 def _missing(ctx: LoweringContext, near: _Near, *, flat: bool) -> str:
@@ -217,8 +243,22 @@ def _scores(ctx: LoweringContext, value: Value | None) -> FixedPoint:
     excess = math.floor(math.log2(_FINE / 2 / abs(float(found.scale)))) if float(found.scale) else 0
     if excess > 0 and bits(found) > 24:
         found = narrow_to(ctx, found, max(bits(found) - excess, 24))
-    found = narrow_to(ctx, found, 58)  # both halves of a difference fit in int32
+    found = narrow_to(ctx, _as_stored(ctx, found), 58)  # both halves of a difference fit in int32
     return integer_scores(ctx, found) if bits(found) < 30 else replace(found, name=int64(ctx, found), narrow=False)
+
+
+def _as_stored(ctx: LoweringContext, scores: FixedPoint) -> FixedPoint:
+    """Return scores without the subtraction of a zero point, which cancels in every difference."""
+    b = ctx.builder
+    maker = next((node for node in reversed(b.nodes) if scores.name in node.output), None)
+    if not scores.narrow or not isinstance(maker, NodeProto) or maker.op_type != "Sub":
+        return scores
+    stored = [numpy_helper.to_array(tensor) for tensor in b.initializers if tensor.name == maker.input[1]]
+    if not stored or stored[0].size != 1:
+        return scores
+    zero = int(stored[0].item())
+    lo, hi = scores.lo + zero, scores.hi + zero
+    return replace(scores, name=maker.input[0], lo=lo, hi=hi) if fits_int32(lo, hi) else scores
 
 
 def _largest(ctx: LoweringContext, tensor: str, axis: int, lowest: int | None) -> str:
@@ -242,7 +282,7 @@ def _table(near: _Near) -> Array:
     table = table_of_exponentials(near.step, near.last + 1, _BITS)
     if near.empty:
         table[-1] = 0
-    return table
+    return np.concatenate([table, np.full(max(near.reach - near.last, 0), table[-1])])
 
 
 def _exponentials(ctx: LoweringContext, near: _Near) -> tuple[str, float]:
