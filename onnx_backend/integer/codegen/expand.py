@@ -13,6 +13,7 @@ from onnx import NodeProto
 from onnx_backend.integer.codegen import channels_last, runtime, standard
 from onnx_backend.integer.codegen.runtime import KernelChoice
 from onnx_backend.integer.codegen.share_codes import share_codes
+from onnx_backend.integer.codegen.whole_parts import without_splits
 from onnx_backend.integer.ir import max_of_slices
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
@@ -67,7 +68,8 @@ def expand(
             if not _write(b, operation, inputs, kernels, portable):
                 waiting = {name: part for name, part in waiting.items() if name not in inputs}  # they are written now
     # a kernel that replaces several operations leaves some without a reader
-    return [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
+    nodes = [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
+    return nodes if portable is not None else without_splits(b, nodes, outputs)
 
 
 def _as_faster_nodes(b: Builder, node: NodeProto, kernels: KernelChoice | None, portable: bool) -> bool:

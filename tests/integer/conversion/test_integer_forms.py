@@ -1,9 +1,11 @@
 """The fast forms of requantizations, tables, MaxPool and Softmax: exact, and written where they apply."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from integer_comparison import ROUNDINGS, compare, exact
-from integer_models import LEVELS, UINT8, Net, run
+from integer_models import LEVELS, UINT8, Net, run, simulate
 from onnx import TensorProto, checker, helper
 
 from onnx_backend.integer.codegen.expand import expand
@@ -213,3 +215,21 @@ def test_softmax_that_something_follows_stays_on_integers(op, by):
     integer = convert(model, target="onnxruntime").model
     assert "QLinearSoftmax" not in {n.op_type for n in integer.graph.node}
     np.testing.assert_array_equal(run(integer, feeds)["y"], run(compare(model, feeds).model, feeds)["y"])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,), (2, 0, 1, 2)])
+@pytest.mark.parametrize("target", ["standard", "onnxruntime"])
+def test_a_concat_of_all_parts_of_a_split_reads_what_was_split(order, target):
+    net = Net()
+    x = net.qdq(net.input([2, 8, 5]), 0.05, 100)
+    halves = [net.qdq(part, 0.05, 100) for part in net.op("Split", x, net.const(np.array([3, 5])), outputs=2, axis=1)]
+    other = net.qdq(net.op("Relu", halves[1]), 0.05, 100)
+    joined = net.op("Concat", *([*halves, other][i] for i in order), other, axis=1)
+    net.output(net.qdq(joined, 0.05, 100), [2, None, 5])
+    model, feeds = net.model(), {"x": noise([2, 8, 5])}
+    found = convert(model, target=target).model
+    (concat,) = (node for node in found.graph.node if node.op_type == "Concat")
+    assert len(concat.input) == len(order) + 1 - ((0, 1) in pairwise(order))
+    wanted = simulate(model, feeds)
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(found, feeds, level)["y"], wanted["y"])
