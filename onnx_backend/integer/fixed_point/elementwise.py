@@ -16,6 +16,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     clipped_integers,
     constant64,
+    fits_int32,
     gather_table,
     int64,
     narrow_to,
@@ -140,13 +141,8 @@ def _chords(ctx: LoweringContext, value: FixedPoint, knots: Array, place: tuple[
     offset = b.node("Sub", [name, constant64(ctx, first)]) if first else name
     raised = b.node("Add", [offset, constant64(ctx, lift << wide)]) if lift else offset
     unsigned = b.node("BitShift", [b.cast(raised, TensorProto.UINT64), b.constant(wide, np.uint64)], direction="RIGHT")
-    ends = [(bound - first) >> wide for bound in (value.lo, value.hi)]
-    places = FixedPoint(b.cast(unsigned, TensorProto.INT64), np.ones(()), ends[0] + lift, ends[1] + lift)
-    places = clipped_integers(ctx, places, lift, lift + count - 1)
-    index, high = b.cast(places.name, TensorProto.INT32), places.name
-    if lift:
-        index = b.node("Sub", [index, b.constant(lift, np.int32)])
-        high = b.node("Sub", [high, constant64(ctx, lift)])
+    ends = [((bound - first) >> wide) + lift for bound in (value.lo, value.hi)]
+    index, high = _places(ctx, unsigned, (ends[0], ends[1]), lift, count)
     base = gather_table(ctx, knots[:-1] << wide, index, name, np.int64)
     slope = gather_table(ctx, np.diff(knots), index, name, np.int64)
     rest = b.node("Sub", [offset, b.node("Mul", [high, constant64(ctx, 1 << wide)])])
@@ -155,3 +151,15 @@ def _chords(ctx: LoweringContext, value: FixedPoint, knots: Array, place: tuple[
     for i, bound in ((0, value.lo), (count - 1, value.hi)):
         corners.append((int(knots[i]) << wide) + int(knots[i + 1] - knots[i]) * (bound - first - (i << wide)))
     return found, min(corners), max(corners)
+
+
+def _places(ctx: LoweringContext, unsigned: str, ends: tuple[int, int], lift: int, count: int) -> tuple[str, str]:
+    """Write places less their lift within 0..count-1, as int32 and as int64: in int32 where they fit, one Clip."""
+    b, narrow = ctx.builder, fits_int32(*ends)
+    name = b.cast(unsigned, TensorProto.INT32 if narrow else TensorProto.INT64)
+    clipped = clipped_integers(ctx, FixedPoint(name, np.ones(()), *ends, narrow=narrow), lift, lift + count - 1)
+    index = clipped.name if narrow else b.cast(clipped.name, TensorProto.INT32)
+    index = b.node("Sub", [index, b.constant(lift, np.int32)]) if lift else index
+    if narrow:
+        return index, b.cast(index, TensorProto.INT64)
+    return index, b.node("Sub", [clipped.name, constant64(ctx, lift)]) if lift else clipped.name
