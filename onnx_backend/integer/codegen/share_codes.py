@@ -22,10 +22,10 @@ _ROOM = 63
 
 
 def share_codes(b: Builder, op: Requantization, rows: Shares) -> bool:
-    """Write shares of rows along the last axis as codes; False where their scale leaves too few bits."""
+    """Write shares of rows along the last axis as codes; False with a Clip or too few bits for their scale."""
     steps, zero = 1 / Fraction(op.encoding.scale), op.encoding.zero_point
     n = _ROOM - (math.ceil(steps) + zero + 1).bit_length()
-    if rows.axis != -1 or n < _LEAST:
+    if rows.axis != -1 or n < _LEAST or np.isfinite(op.value.lo) or np.isfinite(op.value.hi):
         return False
     whole = round(steps * 2**n)
     raised = (zero << n) + (1 << (n - 1))
