@@ -102,15 +102,15 @@ def training_set() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(images)), torch.tensor(labels)
 
 
-def trained(name: str) -> nn.Module:
-    """The network in eval mode, trained now if it was not before."""
-    torch.manual_seed(0)
+def trained(name: str, seed: int = 0) -> nn.Module:
+    """The network of a seed (first weights, order of the images) in eval mode, trained now if it was not before."""
+    torch.manual_seed(seed)
     model = NETWORKS[name]()
-    path = TRAINED / f"{name}.pt"
+    path = TRAINED / (f"{name}-{seed}.pt" if seed else f"{name}.pt")
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
-    _train(model, *training_set())
+    _train(model, *training_set(), seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".part")
     torch.save(model.state_dict(), scratch)
@@ -118,12 +118,12 @@ def trained(name: str) -> nn.Module:
     return model.eval()
 
 
-def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+def _train(model: nn.Module, images: Tensor, labels: Tensor, seed: int) -> None:
     model.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     steps = EPOCHS * (len(images) // BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(images), generator=generator) for _ in range(EPOCHS)])
     for step in range(steps):
         picked = order[step * BATCH : (step + 1) * BATCH]
