@@ -33,8 +33,14 @@ class ExactSum:
             bounds: int64 tensors that broadcast to the shape of the sum; the sum of the absolute values of all terms
                 is at most 2 to the power of their sum. A bound that is given in several tensors takes little memory.
         """
-        self._bounds = bounds
-        self._total = self._offset()
+        largest = max(range(len(bounds)), key=lambda at: bounds[at].numel())
+        others = _power_of_two(torch.tensor(_HEADROOM, device=bounds[0].device)) * 1.5
+        for at, bound in enumerate(bounds):
+            if at != largest:
+                others = others * _power_of_two(bound)
+        # the offset of each element is their product, exact since all but one are powers of two
+        self._offset = _power_of_two(bounds[largest]), others
+        self._total = self._offset[0] * self._offset[1]
 
     def add(self, term: Tensor) -> None:
         """Add a float32 tensor.
@@ -47,11 +53,9 @@ class ExactSum:
 
     def value(self) -> Tensor:
         """Return the sum, float64; sums of such values over ranks are exact as well."""
-        return self._total - self._offset()
+        return torch.addcmul(self._total, *self._offset, value=-1)
 
-    def _offset(self) -> Tensor:
-        exponent = self._bounds[0] + _HEADROOM
-        for bound in self._bounds[1:]:
-            exponent = exponent + bound
-        bits = ((exponent + 1023) << _BITS) | (1 << (_BITS - 1))  # 1.5 times 2^exponent
-        return bits.contiguous().view(torch.float64)
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2 to the power of int64 tensors, float64: the bits themselves, since `pow` may be off by one."""
+    return ((exponent + 1023) << _BITS).contiguous().view(torch.float64)

@@ -76,17 +76,24 @@ def solve(
     note = "its encoding is frozen" if problem.encoding.frozen else ACROSS_GROUPS if blocks is None else ""
     result = None if note else _search(judged, old, cells, blocks or [], candidates, loss, refine)
     errors = judged.errors(old) if result is None else result.errors_before
-    centered = judged is not problem
-    before = judged.relative(errors + problem.count * problem.mean_error(old) ** 2 if centered else errors)
     if result is None:
+        before = _before(problem, judged, old, errors)
         return Solution(problem.encoding, None, before, before, note=note)
     better = _better(judged, cells, loss, (old, result.weight), (errors, result.errors))
     encoding = result.encoding if better.all() else _merge_encodings(problem.encoding, result.encoding, cells[~better])
     new = torch.where(better[..., None], result.weight, old)
     if behind:
         return _shifted_behind(problem, encoding, old, new)
+    before = _before(problem, judged, old, errors)
     after = judged.relative(torch.where(better, result.errors, errors))
     return Solution(encoding, None, before, after, bias_shift=_shift(problem, new) if shifts else None)
+
+
+def _before(problem: LayerProblem, judged: LayerProblem, old: Tensor, errors: Tensor) -> float:
+    """Return the relative error before, from the errors of the judged problem, which may lack those of the mean."""
+    centered = judged is not problem
+    result: float = judged.relative(errors + problem.count * problem.mean_error(old) ** 2 if centered else errors)
+    return result
 
 
 def _shifted_behind(problem: LayerProblem, encoding: Encoding, old: Tensor, new: Tensor) -> Solution:
