@@ -3,6 +3,9 @@
 One JSON line. `sqnr_db` is that of the outputs to float on rows that were not calibrated on, before and after.
 Targets: 10 passes per channel and 6 with blocks of 64 on the stack, 10 on MiniLM (W4A16, 64 tokens a sentence), where
 the reference system takes 66 to 75 (blocks: 140) for 10.4 dB (11.6).
+`floor` of the stack is what stock matrix products alone take, in the same passes, whatever is done between them: two
+forward passes (float and quantized), the lower triangle of the second moments, and W(X~ - X) with its product with X~,
+on as many rows as the verb takes for these sums.
 `python benchmarks/ptq_seq_mse.py stack --threads=2` measures one of them, by the clock on more threads than one.
 """
 
@@ -17,11 +20,15 @@ from ptq_measure import Clock, calibrated, decibels, float_pass, outputs, second
 from torch import nn
 
 import qsdk
+from qsdk.algorithms.problems.moments import BLOCKS
+from qsdk.algorithms.solvers.seq_mse import ROWS as ROWS_PER_INPUT
 
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo_text
 
 ROWS, BATCH, WIDTH, DEPTH = 4096, 256, 1024, 8
+#: one row of so many judges and is in no sum
+HELD_BACK = 4
 
 
 def stack() -> tuple[nn.Module, list[Any], list[Any]]:
@@ -40,6 +47,27 @@ def mini_lm() -> tuple[nn.Module, list[Any], list[Any]]:
     return zoo_text.mini_lm(), batches[:32], batches[32:]
 
 
+def matrix_products(model: nn.Module, given: list[Any]) -> None:
+    """The products that SeqMSE cannot do without, each layer with inputs of the right shape."""
+    rows = ROWS_PER_INPUT * WIDTH * (HELD_BACK - 1) // HELD_BACK
+    step = WIDTH // BLOCKS
+    for layer in (part for part in model.modules() if isinstance(part, nn.Linear)):
+        for x in given:
+            for _ in range(2):
+                layer(x)
+        for x in given[: rows // BATCH]:
+            for start in range(0, WIDTH, step):
+                x[:, start : start + step].mT @ x[:, : start + step]
+            (x @ layer.weight.mT).mT @ x
+
+
+def floor(model: nn.Module, given: list[Any], clock: Clock, rounds: int = 3) -> float:
+    """Passes of the matrix products, the median of some rounds."""
+    with torch.no_grad():
+        found = sorted(seconds(lambda: matrix_products(model, given), clock) for _ in range(rounds))
+    return round(found[rounds // 2] / float_pass(model, given, clock=clock), 1)
+
+
 def measured(
     model: nn.Module, given: list[Any], test: list[Any], config: qsdk.QuantConfig, clock: Clock
 ) -> dict[str, Any]:
@@ -48,7 +76,8 @@ def measured(
     before = decibels(exact, outputs(sim, test))
     unit = float_pass(model, given, clock=clock)
     spent = seconds(lambda: qsdk.seq_mse(sim, given, progress=False), clock)
-    return {"passes": round(spent / unit, 1), "sqnr_db": [before, decibels(exact, outputs(sim, test))]}
+    least = {"floor": floor(model, given, clock)} if isinstance(model, nn.Sequential) else {}
+    return {"passes": round(spent / unit, 1), **least, "sqnr_db": [before, decibels(exact, outputs(sim, test))]}
 
 
 def main(*given: str) -> None:
