@@ -1,10 +1,13 @@
 """What `make demo` takes by the clock, and its floor: the same steps of stock libraries, run in the same way.
 
-One JSON line, in seconds of this machine. `demo` is `qsdk demo` as a program of its own. The floor adds up: `imports and
-export`, a program that imports PyTorch and ONNX Runtime and lets PyTorch export the float network; `three passes in
-PyTorch`, the float network over the test images three times, for the demo's float and two simulated rows; `Q/DQ
-session`, ONNX Runtime's over the file; `ConvInteger alone`, the products of the integer-only file without anything
-between them. Run it on a quiet machine.
+One JSON line, in seconds of this machine. `demo` is `qsdk demo` as a program of its own. The floor adds up:
+
+- `imports and export`: a program that imports PyTorch and ONNX Runtime and lets PyTorch export the float network;
+- `three passes in PyTorch`: the float network over the test images, for the demo's float row and its two simulated ones;
+- `Q/DQ session`: ONNX Runtime's over the file;
+- `ConvInteger alone`: the products of the integer-only file, without anything between them.
+
+Run it on a quiet machine.
 """
 
 import json

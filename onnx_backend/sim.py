@@ -30,7 +30,7 @@ from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
-from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.repeated_session import RepeatedSession
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
@@ -83,7 +83,7 @@ class OnnxSim(StatefulSim):
         self._marked = marked
         self._own: dict[str, Encoding] = {}
         self._lowered: ModelProto | None = None  # the Q/DQ model of the current encodings
-        self._session: ort.InferenceSession | None = None
+        self._session: RepeatedSession | None = None
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
         self._weights = WeightEdits(marked)
@@ -388,10 +388,10 @@ class OnnxSim(StatefulSim):
             self._lowered = self.qdq_model()
         return self._lowered
 
-    def _running(self) -> ort.InferenceSession:
+    def _running(self) -> RepeatedSession:
         with self._changing:
             if self._session is None:
-                self._session = simulation_session(self._current(), runs_often=True, providers=self.providers)
+                self._session = RepeatedSession(self._current(), self.providers)
             return self._session
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:

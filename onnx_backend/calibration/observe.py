@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics_graph
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
-from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.repeated_session import RepeatedSession
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.histogram import sample_step
@@ -19,28 +18,33 @@ from qsdk.core.ranges.statistics import Statistics, require_finite
 
 
 @dataclass
-class SessionCache:
-    """The session that observes a sim, kept between calibrations and rebuilt when the observed sites change."""
+class _Observing:
+    """A session that observes sites, and what it is for."""
 
-    marked: ModelProto | None = None
-    wanted: Mapping[str, Decision] | None = None
-    sampled: bool = False
-    providers: Providers = CPU_ONLY
-    session: ort.InferenceSession | None = None
-    watched: Sequence[SiteStatistics] = ()
+    marked: ModelProto
+    wanted: Mapping[str, Decision]
+    providers: Providers
+    session: RepeatedSession
+    watched: Sequence[SiteStatistics]
+
+
+class SessionCache:
+    """The sessions that observe a sim, with samples and without, kept until the observed sites change."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, _Observing] = {}
 
     def open(
         self, marked: ModelProto, wanted: Mapping[str, Decision], providers: Providers, *, sampled: bool
-    ) -> tuple[ort.InferenceSession, Sequence[SiteStatistics]]:
+    ) -> tuple[RepeatedSession, Sequence[SiteStatistics]]:
         """Return the session over the float model whose outputs are the statistics of the wanted sites."""
-        same = self.marked is marked and self.sampled == sampled and self.wanted == wanted
-        same = same and self.providers == providers
-        if self.session is None or not same:
-            model, self.watched = statistics_graph(marked, wanted, sampled=sampled)
-            self.session = simulation_session(model, runs_often=True, providers=providers)
-            self.marked, self.wanted, self.sampled = marked, dict(wanted), sampled
-            self.providers = providers
-        return self.session, self.watched
+        kept = self._kept.get(sampled)
+        same = kept is not None and kept.marked is marked and kept.wanted == wanted and kept.providers == providers
+        if kept is None or not same:
+            model, watched = statistics_graph(marked, wanted, sampled=sampled)
+            kept = _Observing(marked, dict(wanted), providers, RepeatedSession(model, providers), watched)
+            self._kept[sampled] = kept
+        return kept.session, kept.watched
 
 
 def observe(

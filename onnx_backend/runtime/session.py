@@ -18,7 +18,6 @@ from onnx_backend.qdq.kernel_casts import ROUNDED, has_other_floats
 from onnx_backend.qdq.read import block_scales
 from onnx_backend.runtime.blocked_layout import keep_blocks, optimized_model
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
-from onnx_backend.runtime.repeated_pairs import drop_repeated_pairs
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine
@@ -46,50 +45,65 @@ _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantiz
 
 
 def simulation_session(
-    model: bytes | ModelProto,
-    *,
-    shares_memory: bool = False,
-    runs_often: bool = False,
-    providers: Providers = CPU_ONLY,
+    model: bytes | ModelProto, *, shares_memory: bool = False, providers: Providers = CPU_ONLY
 ) -> ort.InferenceSession:
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
     Stored tensors are dequantized once, here, by the same formula, instead of at every run. Where a part of the model
     computes in float16 or bfloat16, nothing is optimized: fused kernels round at other places there, and the values
-    quantized behind them are off by whole steps.
+    quantized behind them are off by whole steps. For many runs see `RepeatedSession`.
 
     Args:
         model: with Q/DQ.
         shares_memory: take memory from the pool of `shared_memory`, which must be open.
-        runs_often: spend more on opening it, so that each run takes less time; the values are the same. See
-            `repeated_pairs`, and `blocked_layout` for networks of convolutions.
         providers: to run on.
 
     Raises:
         FileFormatError: the runtime cannot load the model.
     """
     narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
-    prepared = with_float_weights(load(model))
-    if runs_often and not narrow:
-        drop_repeated_pairs(prepared)
-    _make_size_names_unique(prepared)
+    options = _options(shares_memory=shares_memory, optimize=not narrow)
+    return _opened(_with_sizes_of_its_own(with_float_weights(load(model))), options, providers)
 
-    def opened(form: ModelProto, *, optimize: bool, path: str = "") -> ort.InferenceSession:
-        options = _options(shares_memory=shares_memory, optimize=optimize)
+
+def session_in_blocks(model: ModelProto) -> ort.InferenceSession | None:
+    """Open a session that gives the same values in less time, see `blocked_layout`; None where it would be no other.
+
+    It takes more than twice as long to open.
+
+    Args:
+        model: with Q/DQ, for which `has_convolutions` holds.
+
+    Raises:
+        FileFormatError: the runtime cannot load the model.
+    """
+    whole = _inlined(_with_sizes_of_its_own(with_float_weights(load(model))))
+
+    def write_optimized(path: str) -> None:
+        options = _options(shares_memory=False, optimize=True)
         options.optimized_model_filepath = path
-        # planning the reuse of memory takes the runtime time quadratic in the nodes
-        options.enable_mem_reuse = len(form.graph.node) < _MANY_NODES
-        only_cpu = providers == CPU_ONLY
-        return session_of(form, options, disabled=_DISABLED_OPTIMIZERS, providers=providers, rounds_float16=only_cpu)
+        _opened(whole, options, CPU_ONLY)
 
+    optimized = optimized_model(write_optimized)
+    shapes = {name: shape for name, (_, shape) in types_of(whole).items()}
+    if not keep_blocks(optimized, shapes):
+        return None
+    return _opened(optimized, _options(shares_memory=False, optimize=False), CPU_ONLY)
+
+
+def has_convolutions(model: ModelProto) -> bool:
+    """Return True for a float32 model with convolutions that is small enough to be written out once more."""
+    size = sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
+    convolutions = any(node.op_type == "Conv" for node in model.graph.node)
+    return convolutions and size <= _WRITTEN and not has_other_floats(model, ROUNDED)
+
+
+def _opened(model: ModelProto, options: ort.SessionOptions, providers: Providers) -> ort.InferenceSession:
+    # planning the reuse of memory takes the runtime time quadratic in the nodes
+    options.enable_mem_reuse = len(model.graph.node) < _MANY_NODES
+    only_cpu = providers == CPU_ONLY
     try:
-        if runs_often and not narrow and providers == CPU_ONLY and _has_convolutions(prepared):
-            inline = _inlined(prepared)
-            optimized = optimized_model(lambda path: opened(inline, optimize=True, path=path))
-            shapes = {name: shape for name, (_, shape) in types_of(prepared).items()}
-            if keep_blocks(optimized, shapes):
-                return opened(optimized, optimize=False)
-        return opened(prepared, optimize=not narrow)
+        return session_of(model, options, disabled=_DISABLED_OPTIMIZERS, providers=providers, rounds_float16=only_cpu)
     except QsdkError:
         raise
     except Exception as error:  # the runtime's own exception types are private
@@ -105,13 +119,6 @@ def _options(*, shares_memory: bool, optimize: bool) -> ort.SessionOptions:
         options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4
     return options
-
-
-def _has_convolutions(model: ModelProto) -> bool:
-    """Return True for a float32 model with convolutions that is small enough to be written out once more."""
-    size = sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
-    convolutions = any(node.op_type == "Conv" for node in model.graph.node)
-    return convolutions and size <= _WRITTEN and not has_other_floats(model, ROUNDED)
 
 
 def _inlined(model: ModelProto) -> ModelProto:
@@ -138,8 +145,8 @@ def computes_in_narrow_floats(model: ModelProto) -> bool:
     return False
 
 
-def _make_size_names_unique(model: ModelProto) -> None:
-    """Rename every open dimension of an input so that no two inputs share a name, in place.
+def _with_sizes_of_its_own(model: ModelProto) -> ModelProto:
+    """Rename every open dimension of an input so that no two inputs share a name, in place; return the model.
 
     The runtime lets tensors share memory if their sizes have the same name, and fails where a file uses one name for
     different sizes, as those of recurrent states do.
@@ -148,6 +155,7 @@ def _make_size_names_unique(model: ModelProto) -> None:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.HasField("dim_param"):
                 dim.dim_param = f"{dim.dim_param}@{value.name}/{axis}"
+    return model
 
 
 def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto
 
-from onnx_backend.proto.external_data import reference
+from onnx_backend.proto.external_data import bytes_of, reference
 from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
 from onnx_backend.qdq.kernel_casts import LACKING, ROUNDED, has_other_floats, insert_kernel_casts
 from onnx_backend.runtime.bfloat16_edges import cast_bfloat16_edges
@@ -46,11 +46,16 @@ def session_of(
     for key, value in providers.session_entries().items():
         options.add_session_config_entry(key, value)
     dtypes = ROUNDED if rounds_float16 else LACKING
-    if model.ByteSize() <= most:
+    if _stored_bytes(model) <= most // 2 or model.ByteSize() <= most:
         return _session(_with_kernels(model, dtypes), options, disabled, providers)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
         spooled = spool_large_tensors(model, {}, Path(folder) / "weights")
         return _session(_with_kernels(spooled, dtypes), options, disabled, providers)
+
+
+def _stored_bytes(model: ModelProto) -> int:
+    """Return the bytes of the stored tensors, almost all of a model; its exact size takes as long as to write it."""
+    return sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
 
 
 def _session(

@@ -215,7 +215,7 @@ class _Counted:
         np.maximum(result, 0, out=result)
         bounds *= counts[-1]
         bounds -= sums[-1]
-        return np.maximum(result, bounds, out=result)
+        return np.asarray(np.maximum(result, bounds, out=result))
 
 
 def _square(end: Doubles, sums: Doubles) -> Doubles:

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import qsdk
+from onnx_backend.calibration.statistics_graph import statistics_graph
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.blocked_layout import DOMAIN, keep_blocks
-from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.repeated_session import RepeatedSession
+from onnx_backend.runtime.session import session_in_blocks, simulation_session
+from qsdk.core.ranges.statistics import observed_sites
 
 
 class Network(nn.Module):
@@ -103,7 +106,8 @@ def compared(sim, x: np.ndarray) -> None:
     """Require the same bits of every output in both sessions."""
     model = sim.qdq_model()
     feeds = {model.graph.input[0].name: x}
-    rows, blocks = (simulation_session(load(model), runs_often=often).run(None, feeds) for often in (False, True))
+    sessions = simulation_session(load(model)), session_in_blocks(load(model)) or simulation_session(load(model))
+    rows, blocks = (session.run(None, feeds) for session in sessions)
     for one, other in zip(rows, blocks, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -124,35 +128,26 @@ def test_each_op_around_convolutions_changes_no_bit(part, channels):
 
 
 def test_a_network_of_convolutions_stays_in_blocks(kept):
-    sim, x = calibrated(32, ("add", "silu", "pool"))
-    sim.run(x)
+    sim, _ = calibrated(32, ("add", "silu", "pool"))
+    session_in_blocks(sim.qdq_model())
     before, after, model = kept[-1]
     assert before > 10
     assert after == 1, [node.op_type for node in model.graph.node]  # of the output's five channels
 
 
 def test_padded_channels_stay_in_blocks_where_zeros_stay_zeros(kept):
-    sim, x = calibrated(24, ("add", "add"))
-    sim.run(x)
+    sim, _ = calibrated(24, ("add", "add"))
+    session_in_blocks(sim.qdq_model())
     before, after, _ = kept[-1]
     assert after < before / 2
-    sim, x = calibrated(24, ("clip", "exp"))
-    sim.run(x)
+    sim, _ = calibrated(24, ("clip", "exp"))
+    session_in_blocks(sim.qdq_model())
     nodes = kept[-1][2].graph.node
     assert not any(node.op_type in ("Clip", "Exp") and node.input[0].endswith("/blocks") for node in nodes)
 
 
-def observed(network: nn.Module, batch: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the statistics that calibration computes of a batch."""
-    sim = qsdk.quantize(exported(network), None, qsdk.w8a8())
-    qsdk.calibrate(sim, [batch], progress=False)
-    session = sim._observing.session
-    values = session.run(None, {session.get_inputs()[0].name: batch})
-    return dict(zip((output.name for output in session.get_outputs()), values, strict=True))
-
-
 @pytest.mark.parametrize("channels", [24, 32])
-def test_statistics_do_not_see_padding(channels, kept, monkeypatch):
+def test_statistics_do_not_see_padding(channels, kept):
     """Values of 5 and more: the zeros of padding would be the smallest."""
     torch.manual_seed(0)
     convs = nn.Sequential(nn.Conv2d(3, channels, 1), nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, 4, 1))
@@ -160,9 +155,78 @@ def test_statistics_do_not_see_padding(channels, kept, monkeypatch):
         convs[0].weight.mul_(0.01)
         convs[0].bias.fill_(6.0)
     batch = torch.rand(2, 3, 9, 7).numpy()
-    in_blocks = observed(convs, batch)
-    assert (kept[-1][0] > kept[-1][1]) == (channels == 32)
-    monkeypatch.setattr("onnx_backend.runtime.session._WRITTEN", 0)
-    for name, value in observed(convs, batch).items():
-        np.testing.assert_array_equal(in_blocks[name], value)
-    assert any(5 < float(value) < 6.5 for name, value in in_blocks.items() if name.endswith("/low"))
+    sim = qsdk.quantize(exported(convs), None, qsdk.w8a8())
+    model, _ = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=False)
+    rows, blocks = simulation_session(model), session_in_blocks(model)
+    assert (blocks is not None) == (channels == 32)
+    assert any(before > after for before, after, _ in kept) == (channels == 32)
+    names = [output.name for output in rows.get_outputs()]
+    found = [session.run(names, {rows.get_inputs()[0].name: batch}) for session in (rows, blocks or rows)]
+    for name, one, other in zip(names, *found, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+    assert any(5 < float(value) < 6.5 for name, value in zip(names, found[0], strict=True) if name.endswith("/low"))
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr("time.perf_counter", found)
+    return found
+
+
+def test_a_session_is_opened_in_blocks_once_its_runs_have_taken_as_long(clock, kept, monkeypatch):
+    sim, x = calibrated(32, ("add",))
+    model = sim.qdq_model()
+    feeds = {model.graph.input[0].name: x}
+    kept.clear()
+
+    def slow(*given, **options):
+        clock.now += 2.0
+        return simulation_session(*given, **options)
+
+    monkeypatch.setattr("onnx_backend.runtime.repeated_session.simulation_session", slow)
+    session = RepeatedSession(model)
+    first = session._session
+    monkeypatch.setattr(session, "_session", Slow(first, clock, seconds=0.9))
+    results = [session.run(None, feeds) for _ in range(3)]  # 2.7 seconds, more than opening took
+    assert not kept
+    results += [session.run(None, feeds) for _ in range(3)]
+    assert len(kept) == 1
+    for result in results:
+        np.testing.assert_array_equal(result[0], results[0][0])
+    assert [value.name for value in session.get_outputs()] == [value.name for value in first.get_outputs()]
+
+
+class Slow:
+    """A session that takes some seconds of a clock."""
+
+    def __init__(self, session, clock: Clock, seconds: float) -> None:
+        self.session, self.clock, self.seconds = session, clock, seconds
+
+    def run(self, *given):
+        self.clock.now += self.seconds
+        return self.session.run(*given)
+
+
+def test_calibrations_by_several_methods_open_two_sessions(monkeypatch):
+    opened = []
+
+    def counted(*given, **options):
+        opened.append(given)
+        return RepeatedSession(*given, **options)
+
+    monkeypatch.setattr("onnx_backend.calibration.observe.RepeatedSession", counted)
+    sim, x = calibrated(16, ("add",))
+    for method in ("tf_enhanced", "min_max", "mse", "moving_average", "percentile"):
+        qsdk.calibrate(sim, [x], method=method, progress=False)
+    assert len(opened) == 2

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.runtime.repeated_pairs import drop_repeated_pairs
+from onnx_backend.runtime.repeated_session import RepeatedSession
 from onnx_backend.runtime.session import simulation_session
 
 GRID = (np.float32(0.037), np.uint8(131))
@@ -68,7 +69,7 @@ def compared(model, expected_pairs: int, x=None) -> None:
     drop_repeated_pairs(short)
     assert pairs(short) == expected_pairs
     x = np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32) * 3 if x is None else x
-    whole, often = (simulation_session(model, runs_often=often).run(None, {"x": x}) for often in (False, True))
+    whole, often = (opened(model).run(None, {"x": x}) for opened in (simulation_session, RepeatedSession))
     for one, other in zip(whole, often, strict=True):
         np.testing.assert_array_equal(one, other)
 
