@@ -3,7 +3,7 @@
 One JSON line, in seconds of this machine. `demo` is `qsdk demo` as a program of its own. The floor adds up:
 
 - `imports and export`: a program that imports PyTorch and ONNX Runtime and lets PyTorch export the float network;
-- `three passes in PyTorch`: the float network over the test images, for the demo's float row and its two simulated ones;
+- `three passes in PyTorch`: the float network over the test images, for the demo's float and simulated rows;
 - `Q/DQ session`: ONNX Runtime's over the file;
 - `ConvInteger alone`: the products of the integer-only file, without anything between them.
 

@@ -1,10 +1,10 @@
 """Simulation and calibration at the ONNX door, in units of plain float passes of ONNX Runtime over the same data.
 
-One JSON line. Every round times all works in turn, in one process with the runtime's own number of threads; the ratio is
+One JSON line. Every round times all works in turn, in one process with the runtime's own number of threads. A ratio is
 that of the shortest times of all rounds: where other machines share the memory, what moves values takes twice as long
-for seconds at a time. Calibration is the whole call, on a session that an earlier one has opened;
-`simulate` runs a session that has run some passes before, and is in the layout of convolutions by then. `first_session`
-is the very first calibration, on one batch, which opens its session; `first_simulation` the first simulated batch.
+for seconds at a time. Calibration is the whole call, on a session that an earlier one has opened; `simulate` runs a
+session that has run some passes before, and is in the layout of convolutions by then. `first_session` is the very first
+calibration, on one batch, which opens its session; `first_simulation` the first simulated batch.
 """
 
 import json
