@@ -132,8 +132,9 @@ class _Walk:
             scaled = node.op_type == "Mul" and self._is_number(node.input[1])
             return [first] if scaled or (len(read) == 2 and self._are_alike(read)) else None
         if node.op_type in _EXTREMES:
-            of_all = len(node.input) == 1 and attributes(node).get("keepdims", 1) == 0
-            return [None] if of_all and not first.is_padded else None
+            facts = attributes(node)
+            of_all = len(node.input) == 1 and "axes" not in facts and not facts.get("noop_with_empty_axes", 0)
+            return [None] if of_all and facts.get("keepdims", 1) == 0 and not first.is_padded else None
         if node.op_type == "MaxPool":
             return [replace(first, shape=None)] if len(node.output) == 1 and not first.is_padded else None
         return self._along_channels(node, [each for each in read if each is not None], first)

@@ -1,6 +1,6 @@
 """Leave out Q/DQ pairs that cannot change a value: those of values that are on the same grid already."""
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
@@ -15,12 +15,12 @@ Grid = tuple[str, bytes, bytes]
 def drop_repeated_pairs(model: ModelProto) -> None:
     """Remove pairs whose input only moves values of pairs with the same scale and zero point, in place.
 
-    Such values are exact multiples of the scale but for a last bit, which quantizing them again rounds away: with up to
-    16 bits, the result is the same to the last bit. Sites that share an encoding (a Concat and its parts, a Reshape)
-    are written with a pair each.
+    Such values are exact multiples of the scale but for a last bit of float32, which quantizing them again rounds away:
+    with up to 16 bits, the result is the same to the last bit. Sites that share an encoding (a Concat and its parts, a
+    Reshape) are written with a pair each.
 
     Args:
-        model: with Q/DQ; only pairs with one stored scale are compared.
+        model: with Q/DQ; only pairs with one stored scale in float32 are compared.
     """
     known, renamed, nodes = Readers(model.graph), dict[str, str](), list[NodeProto]()
     grids: dict[str, Grid | None] = {}
@@ -50,7 +50,9 @@ def drop_repeated_pairs(model: ModelProto) -> None:
 def _grid(quantize: NodeProto, known: Readers) -> Grid | None:
     """Return dtype, scale and zero point of a pair, None where they are not stored numbers."""
     scalars = [known.stored.get(name) for name in quantize.input[1:] if name]
-    dtype = known.dtype(quantize)
+    dtype, scale = known.dtype(quantize), scalars[0]
+    if scale is None or scale.data_type != TensorProto.FLOAT:
+        return None  # 16 bits do not survive another rounding to float16
     if dtype not in _NARROW_INTEGERS or any(scalar is None or scalar.dims for scalar in scalars):
         return None
     values = [array(scalar).tobytes() for scalar in scalars if scalar is not None]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 from torch import nn
 
 import qsdk
@@ -230,3 +231,19 @@ def test_calibrations_by_several_methods_open_two_sessions(monkeypatch):
     for method in ("tf_enhanced", "min_max", "mse", "moving_average", "percentile"):
         qsdk.calibrate(sim, [x], method=method, progress=False)
     assert len(opened) == 2
+
+
+@pytest.mark.parametrize("facts", [{}, {"noop_with_empty_axes": 1}])
+def test_an_extreme_that_reduces_nothing_reads_rows(facts):
+    """Without axes, `noop_with_empty_axes` gives the tensor itself back."""
+    model = exported(nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3)))
+    result = model.graph.output[0].name
+    model.graph.node.append(helper.make_node("ReduceMax", [result], ["most"], keepdims=0, **facts))
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_value_info("most", TensorProto.FLOAT, None))
+    x = {model.graph.input[0].name: torch.randn(2, 3, 9, 7).numpy()}
+    blocks = session_in_blocks(model)
+    assert (blocks is None) == bool(facts)
+    expected = simulation_session(model).run(None, x)[0]
+    np.testing.assert_array_equal((blocks or simulation_session(model)).run(None, x)[0], expected)
+    assert expected.ndim == (4 if facts else 0)

@@ -132,3 +132,14 @@ def test_a_pair_whose_values_are_an_output_stays():
     nodes = [*pair("a", "x", "h", stored=stored), helper.make_node("Flatten", ["h"], ["m"])]
     nodes += pair("b", "m", "y", stored=stored)
     compared(model_of(nodes, stored), 2)
+
+
+def test_pairs_of_float16_stay():
+    """65,535 codes are more than float16 tells apart: what a second pair makes of them differs."""
+    stored, grid = [], (np.float16(0.001), np.uint16(32768))
+    nodes = [helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16)]
+    nodes += [*pair("a", "half", "h", grid, stored), helper.make_node("Identity", ["h"], ["m"])]
+    nodes += [*pair("b", "m", "q", grid, stored), helper.make_node("Cast", ["q"], ["y"], to=TensorProto.FLOAT)]
+    model = model_of(nodes, stored)
+    drop_repeated_pairs(model)
+    assert pairs(model) == 2
