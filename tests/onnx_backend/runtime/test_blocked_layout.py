@@ -219,20 +219,6 @@ class Slow:
         return self.session.run(*given)
 
 
-def test_calibrations_by_several_methods_open_two_sessions(monkeypatch):
-    opened = []
-
-    def counted(*given, **options):
-        opened.append(given)
-        return RepeatedSession(*given, **options)
-
-    monkeypatch.setattr("onnx_backend.calibration.observe.RepeatedSession", counted)
-    sim, x = calibrated(16, ("add",))
-    for method in ("tf_enhanced", "min_max", "mse", "moving_average", "percentile"):
-        qsdk.calibrate(sim, [x], method=method, progress=False)
-    assert len(opened) == 2
-
-
 @pytest.mark.parametrize("facts", [{}, {"noop_with_empty_axes": 1}])
 def test_an_extreme_that_reduces_nothing_reads_rows(facts):
     """Without axes, `noop_with_empty_axes` gives the tensor itself back."""

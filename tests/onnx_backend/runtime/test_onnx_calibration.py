@@ -219,17 +219,21 @@ def test_memory_does_not_grow_with_the_data(method: str):
     assert peaks[1] < 10 * 2**20  # of 20 MiB of data
 
 
-def test_the_session_is_kept_until_what_it_observes_changes(monkeypatch):
+def test_the_sessions_with_and_without_samples_are_kept(monkeypatch):
     opened = []
-    real = observing.simulation_session
-    monkeypatch.setattr(observing, "simulation_session", lambda *model, **on: opened.append(1) or real(*model, **on))
+    real = observing.RepeatedSession
+    monkeypatch.setattr(observing, "RepeatedSession", lambda *model, **on: opened.append(1) or real(*model, **on))
     sim = sim_of()
     for method in ("min_max", "moving_average", "min_max"):
         sim.calibrate(BATCHES, method=method, progress=False)
     assert len(opened) == 1
-    for method in ("mse", "entropy"):
+    for method in ("mse", "entropy", "min_max"):
         sim.calibrate(BATCHES, method=method, progress=False)
     assert len(opened) == 2
+    name = next(iter(sim.stored_names().values()))
+    sim.change_stored({name: sim.stored_by_name(name)})
+    sim.calibrate(BATCHES, progress=False)
+    assert len(opened) == 3  # weights may have changed
 
 
 @pytest.mark.slow
