@@ -17,7 +17,7 @@ from qsdk.core.ranges.histogram import sample_step
 from qsdk.core.ranges.statistics import Statistics, require_finite
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Observing:
     """A session that observes sites, and what it is for."""
 

@@ -21,8 +21,8 @@ from onnx_backend.runtime.session import (
 class RepeatedSession:
     """A session like `simulation_session`, with the same values, that is opened again once it has run for long enough.
 
-    The second time it stays in the layout of the runtime's convolutions (`session_in_blocks`), which takes some tenths
-    of a second to open: too much for a few pictures. It is opened when the runs have taken as long as opening the first
+    The second time it stays in the layout of the runtime's convolutions (`session_in_blocks`), which takes longer to
+    open: too long for a few pictures. It is opened when the runs have taken as long as opening the first
     one did, so that both together never cost much more than the better of them alone.
     """
 
@@ -53,4 +53,6 @@ class RepeatedSession:
 
     def __getattr__(self, name: str) -> Any:
         """Return what the session has: its inputs and outputs, its providers."""
+        if name == "_session":  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self._session, name)

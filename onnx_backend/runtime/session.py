@@ -69,7 +69,7 @@ def simulation_session(
 def session_in_blocks(model: ModelProto) -> ort.InferenceSession | None:
     """Open a session that gives the same values in less time, see `blocked_layout`; None where it would be no other.
 
-    It takes more than twice as long to open.
+    It takes longer to open: the runtime optimizes the model, and then loads the result.
 
     Args:
         model: with Q/DQ, for which `has_convolutions` holds.

@@ -62,7 +62,7 @@ def window_sum(b: Builder, op: WindowSum) -> None:
 
 
 def sum_rows(b: Builder, node: NodeProto, length: int) -> None:
-    """Write int32 sums along the last axis as a product with ones: the runtime's ReduceSum takes 4 times as long."""
+    """Write int32 sums along the last axis as a product with ones, which is faster than the runtime's ReduceSum."""
     b.label = node.output[0]
     column = b.node("MatMul", [node.input[0], b.constant(np.ones((length, 1)), np.int32)])
     b.write("Squeeze", [column, b.constant([-1], np.int64)], node.output[0])

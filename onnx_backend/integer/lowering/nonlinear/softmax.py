@@ -204,7 +204,7 @@ def _near(ctx: LoweringContext, node: NodeProto, args: Args) -> _Near:
 
 
 def _without_masked(ctx: LoweringContext, scores: FixedPoint, tensor: str, lowest: int, highest: int) -> str:
-    """Write scores of which the masked ones are `lowest`: by a Min, as Where takes five times as long."""
+    """Write scores of which the masked ones are `lowest`: by a Min, which is faster than a Where."""
     b = ctx.builder
     if not scores.narrow:
         return b.node("Where", [scores.masked, b.constant(lowest, np.int64), tensor])
