@@ -27,6 +27,8 @@ import qsdk
 ROUNDS = 15
 LONG_ENOUGH = 0.01  # seconds of a measurement, reached by repeating short runs
 TARGETS = {"standard": {}, "onnxruntime": {"target": "onnxruntime", "weights": "signed"}}
+#: Recurrent layers whose length is open, so that their steps are a Scan in the integer-only file.
+OPEN_LSTM, OPEN_GRU = "lstm 64-128, open length", "gru 64-128, open length"
 Shape = tuple[int, ...]
 
 
@@ -83,6 +85,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Shape, tuple[str, ...]]] = {
     "gru cell 400-1024, 8 steps": (lambda: Unrolled("GRUCell", 400, 1024), (1, 8, 400), ("onnxruntime",)),
     "lstm 64-128, 16 steps": (lambda: Layered("LSTM", 64, 128), (1, 16, 64), tuple(TARGETS)),
     "gru 64-128, 16 steps": (lambda: Layered("GRU", 64, 128), (1, 16, 64), tuple(TARGETS)),
+    OPEN_LSTM: (lambda: Layered("LSTM", 64, 128), (1, 16, 64), ("standard",)),
+    OPEN_GRU: (lambda: Layered("GRU", 64, 128), (1, 16, 64), ("standard",)),
     "conv relu": (lambda: convolutions(nn.ReLU), (1, 3, 56, 56), ("onnxruntime",)),
     "conv leaky relu": (lambda: convolutions(lambda: nn.LeakyReLU(0.1)), (1, 3, 56, 56), tuple(TARGETS)),
     "conv prelu": (lambda: convolutions(lambda: nn.PReLU(32)), (1, 3, 56, 56), tuple(TARGETS)),
@@ -100,18 +104,21 @@ def session(path: Path, *, exact: bool = False) -> ort.InferenceSession | None:
         return None
 
 
-def written(make: Callable[[], nn.Module], shape: Shape, targets: tuple[str, ...], folder: Path) -> dict[str, Path]:
-    """Write the float file, the Q/DQ file and its integer-only forms."""
+def written(
+    make: Callable[[], nn.Module], shape: Shape, targets: tuple[str, ...], folder: Path, *, is_open: bool = False
+) -> dict[str, Path]:
+    """Write the float file, the Q/DQ file and its integer-only forms, with an open second axis if that is wanted."""
+    sizes = {"x": {1: torch.export.Dim("length", min=2, max=512)}} if is_open else None
     torch.manual_seed(0)
     model, batches = make().eval(), [torch.randn(shape) for _ in range(4)]
     paths = {name: folder / f"{name}.onnx" for name in ("float", "qdq", "unsigned", "pure", *targets)}
     options = {"dynamo": True, "opset_version": 21, "external_data": False, "verbose": False}
-    torch.onnx.export(model, (batches[0],), paths["float"], **options)
-    sim = qsdk.quantize(model, batches[0])
+    torch.onnx.export(model, (batches[0],), paths["float"], dynamic_shapes=sizes, **options)
+    sim = qsdk.quantize(model, batches[0], dynamic_shapes=sizes)
     qsdk.calibrate(sim, batches, progress=False)
     qsdk.export(sim, paths["qdq"])
     qsdk.export(sim, paths["pure"], dialect="onnx")
-    unsigned = qsdk.quantize(model, batches[0], qsdk.w8a8().for_dialect("onnxruntime"))
+    unsigned = qsdk.quantize(model, batches[0], qsdk.w8a8().for_dialect("onnxruntime"), dynamic_shapes=sizes)
     qsdk.calibrate(unsigned, batches, progress=False)
     qsdk.export(unsigned, paths["unsigned"])
     for target in targets:
@@ -158,7 +165,8 @@ def main(chosen: list[str]) -> None:
             continue
         with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = ratios(written(make, shape, targets, Path(place)), shape)
+            paths = written(make, shape, targets, Path(place), is_open=name in (OPEN_LSTM, OPEN_GRU))
+            found = ratios(paths, shape)
         print(json.dumps({"benchmark": "onnx_layers", name: found}), flush=True)
 
 

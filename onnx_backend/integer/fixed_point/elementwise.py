@@ -104,7 +104,7 @@ def bent(ctx: LoweringContext, value: FixedPoint, function: Callable[[Array], Ar
         first, last, curve = value.lo, value.hi, replace(curve, bend=0.0)
     else:
         first, last = max(value.lo, -far), min(value.hi, far)
-    wide = _segment_bits(last - first, size, curve)
+    wide = segment_bits(last - first, size, curve)
     first = first >> wide << wide  # so that 0 is an entry
     count = max(-((first - last) >> wide), 1)
     top = reach(value) * size * max(curve.slope, 1.0) + 2.0 + curve.reach
@@ -124,7 +124,7 @@ def bent(ctx: LoweringContext, value: FixedPoint, function: Callable[[Array], Ar
     return FixedPoint(name, np.asarray(math.ldexp(unit, -wide)), lo, hi, error=math.ldexp(error, wide))
 
 
-def _segment_bits(span: int, size: float, curve: Curve) -> int:
+def segment_bits(span: int, size: float, curve: Curve) -> int:
     """Return log2 of the integers per segment: as few segments as are precise enough, at most `_MOST`."""
     for wide in range(min(max(span.bit_length() - 1, 0), 28), -1, -1):
         h = math.ldexp(size, wide)

@@ -1,6 +1,7 @@
 """Record the integer graph: names, constants, nodes, requantizations and tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -85,6 +86,16 @@ class Builder:
         copied.output.extend(outputs)
         self.nodes.append(copied)
         return outputs
+
+    @contextmanager
+    def inside(self) -> Iterator[tuple[list[Operation], list[TensorProto]]]:
+        """Record the nodes and constants of a control-flow operator's body apart from the graph's own."""
+        kept = self.nodes, self.initializers, self._constants
+        self.nodes, self.initializers, self._constants = [], [], {}
+        try:
+            yield self.nodes, self.initializers
+        finally:
+            self.nodes, self.initializers, self._constants = kept
 
     def cast(self, tensor: str, to: int, *, name: str | None = None) -> str:
         """Append a Cast."""

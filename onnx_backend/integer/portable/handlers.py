@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
+from onnx_backend.integer.ir.context import FIXED_SIZES
 from onnx_backend.integer.ir.values import Refused
 from onnx_backend.integer.portable.exact_ranges import FLOAT32
-from onnx_backend.integer.portable.numbers_in_parts import Number, constant
+from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
 from onnx_backend.integer.portable.quotients import divided
 from onnx_backend.integer.portable.rewrite import MOVES, WIDE, Handler, Rewriter
 from onnx_backend.integer.portable.sums import SUMS
@@ -230,12 +231,28 @@ def _absolute(state: Rewriter, node: NodeProto) -> None:
 
 def _divide(state: Rewriter, node: NodeProto) -> None:
     left, right = (state.int32(name) for name in node.input)
-    power = right.array is not None and right.lo == right.hi and right.lo > 0 and not right.lo & (right.lo - 1)
-    if power and left.lo >= 0:
-        found = state.arithmetic.shifted_right(left, right.lo.bit_length() - 1)
-    else:
-        found = divided(state.arithmetic, left, right)
-    state.found(node.output[0], found)
+    powers = right.array is not None and right.lo > 0 and not np.any(right.array & (right.array - 1))
+    divide = _divided_by_powers if powers else divided
+    state.found(node.output[0], divide(state.arithmetic, left, right))
+
+
+def _divided_by_powers(a: Arithmetic, left: Number, right: Number) -> Number:
+    """Write a division by constant powers of two, which rounds toward zero."""
+    assert right.array is not None
+    ends = [abs(bound) // right.lo * (-1 if bound < 0 else 1) for bound in (left.lo, left.hi)]
+    if left.lo < 0:  # a shift rounds down
+        negative = Number((a.b.cast(a.negative(left), TensorProto.INT32),), 0, 1)
+        left = a.add(left, a.multiply(negative, constant(right.array - 1)))
+    most = right.hi.bit_length() - 1
+    if right.lo != right.hi:
+        left = a.multiply(left, constant((1 << most) // right.array))
+    found = a.shifted_right(left, most)
+    return replace(found, lo=max(found.lo, min(ends[0], 0)), hi=min(found.hi, max(ends[1], 0)))
+
+
+def _scan(state: Rewriter, node: NodeProto) -> None:
+    """Refuse a sequence of open length, whose bounds would have to hold for every step."""
+    raise Refused("the length of its sequence is dynamic", FIXED_SIZES)
 
 
 def _dequantize(state: Rewriter, node: NodeProto) -> None:
@@ -274,6 +291,7 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "Min": _extreme,
         "Not": Rewriter.copy,
         "Or": Rewriter.copy,
+        "Scan": _scan,
         "Where": _where,
     }
 )

@@ -1,14 +1,15 @@
 """Layers, products of matrices and reductions whose sums can leave the range that runtimes add exactly."""
 
 from collections.abc import Mapping
+from functools import reduce
 from types import MappingProxyType
 
 import numpy as np
-from onnx import NodeProto
+from onnx import NodeProto, helper
 
 from onnx_backend.integer.ir.values import Array, Refused
 from onnx_backend.integer.portable.exact_ranges import FLOAT32, INT32
-from onnx_backend.integer.portable.numbers_in_parts import PART, Number
+from onnx_backend.integer.portable.numbers_in_parts import PART, Number, constant
 from onnx_backend.integer.portable.rewrite import WIDE, Handler, Rewriter
 from onnx_backend.proto.nodes import attributes
 
@@ -131,7 +132,23 @@ def _matmul(state: Rewriter, node: NodeProto) -> None:
         most = max(-left.lo, left.hi) * max(-right.lo, right.hi) * count
         state.found(node.output[0], Number((state.b.node("MatMul", names),), -most, most))
         return
+    if left.array is not None and left.array.ndim == 2 and left.array.shape[0] == 1:
+        state.found(node.output[0], _weighted_rows(state, left.array[0], right))
+        return
     raise Refused("it multiplies matrices of more than 8 bits", "quantize its inputs to 8 bits")
+
+
+def _weighted_rows(state: Rewriter, factors: Array, right: Number) -> Number:
+    """Write the sum of the rows of a matrix, each times a constant."""
+    a, b, rows = state.arithmetic, state.b, []
+    for part in a.names(right):
+        names = [b.fresh(f"{part}.{i}") for i in range(factors.size)]
+        ones = b.constant([1] * factors.size, np.int64)
+        b.nodes.append(helper.make_node("Split", [part, ones], names, name=f"{names[0]}_node", axis=-2))
+        rows.append(names)
+    parts = [Number(row, right.lo, right.hi) for row in zip(*rows, strict=True)]
+    products = [a.multiply(part, constant(factor)) for part, factor in zip(parts, factors, strict=True)]
+    return reduce(a.add, products)
 
 
 #: Operators that sum or compare along axes.

@@ -51,7 +51,8 @@ def _matmul_integer(attrs: Attributes, a: Array, b: Array, za: Array | None = No
 
 def _matmul(attrs: Attributes, a: Array, b: Array) -> Array:
     """Return the product of matrices of int32 or int64, refusing one that could leave its type on the way."""
-    reach = float(np.abs(a).max(initial=0)) * float(np.abs(b).max(initial=0)) * a.shape[-1]
+    rows = np.abs(a.astype(np.float64)).sum(-1).max(initial=0.0)
+    reach = float(rows) * float(np.abs(b.astype(np.float64)).max(initial=0.0))
     if reach >= 2.0 ** (8 * a.dtype.itemsize - 1):
         raise OverflowError(f"sums of products can reach {reach:.4g}, beyond {a.dtype}")
     kind: Any = np.float64 if reach < _EXACT else a.dtype

@@ -1,4 +1,4 @@
-"""LSTM and GRU on integers against float64, the stated errors, directions, initial states and refusals."""
+"""LSTM and GRU on integers against float64, the stated errors, directions, initial states, open lengths, refusals."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.integer_only import integer_findings
 
 GATES = {"LSTM": 4, "GRU": 3}
 LENGTH, BATCH, INPUT, HIDDEN = 4, 3, 6, 5
@@ -149,6 +150,24 @@ def test_states_stay_within_the_stated_error_of_float64(op, size, length):
         assert worst < 2e-3
 
 
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 300.0, (1e-9, 1.0)])
+def test_scales_of_any_size(op, scale):
+    """R may be tiny or huge beside W, as a whole or by rows: no sum leaves 62 bits, and no table grows."""
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    model = network(op.split()[0], granularity="row" if isinstance(scale, tuple) else "tensor", length=2, **attrs)
+    node = next(n for n in model.graph.node if n.op_type in GATES)
+    maker = next(n for n in model.graph.node if n.output[0] == node.input[2])
+    stored = next(t for t in model.graph.initializer if t.name == maker.input[1])
+    found = numpy_helper.to_array(stored)
+    changed = found * np.geomspace(*scale, found.size) if isinstance(scale, tuple) else found * scale
+    stored.CopyFrom(numpy_helper.from_array(changed.astype(np.float32), stored.name))
+    result = compare(model, feeds(length=2), tolerance=0.02)
+    bound = result.certificate["requantizations"][0]["error_bound"]
+    assert bound < 1.0 or scale == 300.0  # there one state's rounding can turn a gate
+    assert result.model.ByteSize() < 2_000_000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
 def test_long_sequences_stay_close_whatever_is_proven(op):
@@ -159,15 +178,19 @@ def test_long_sequences_stay_close_whatever_is_proven(op):
     assert (steps > 0.5).mean() < 0.005
 
 
-def test_a_cell_that_grows_at_every_step():
+def growing_cell(length):
     """Gates wide open: the cell reaches the sequence's length, its proven bound."""
     net = Net()
-    x = net.qdq(net.input([20, 1, 1]), 1.0, 0)
+    x = net.qdq(net.input([length, 1, 1]), 1.0, 0)
     w = net.op("DequantizeLinear", net.const(np.full((1, 4, 1), 100, np.int8)), net.const(np.float32(1.0)))
     r = net.op("DequantizeLinear", net.const(np.zeros((1, 4, 1), np.int8)), net.const(np.float32(1.0)))
     _, _, cell = net.op("LSTM", x, w, r, outputs=3, hidden_size=1)
     net.output(net.qdq(cell, 0.1, 3), [1, 1, 1])
-    found = run(convert(net.model()).model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
+    return net.model()
+
+
+def test_a_cell_that_grows_at_every_step():
+    found = run(convert(growing_cell(20)).model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
     np.testing.assert_allclose(found, 20.0, atol=0.11)
 
 
@@ -215,6 +238,70 @@ def test_no_float_and_one_input_product_for_all_steps():
     assert np.isfinite(simulate(network("LSTM"), feeds())["y0"]).all()
 
 
+# --- sequences of open length -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize(
+    ("direction", "initial", "granularity"),
+    [("forward", None, "tensor"), ("reverse", "constants", "row"), ("bidirectional", "quantized", "direction")],
+)
+def test_open_lengths_are_the_same_steps_as_fixed_ones(op, direction, initial, granularity):
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    attrs |= {"direction": direction, "initial": initial, "granularity": granularity}
+    op = op.split()[0]
+    attrs |= {"outputs": (0, 1, 2) if op == "LSTM" else (0, 1)}
+    result = compare(network(op, length="t", **attrs), feeds(initial, direction, op), tolerance=0.02)
+    scans = [node for node in result.model.graph.node if node.op_type == "Scan"]
+    assert len(scans) == 1 + (direction == "bidirectional")
+    for length in (1, 9):
+        given = feeds(initial, direction, op, length=length)
+        open_length, fixed = (run(convert(network(op, length=n, **attrs)).model, given) for n in ("t", length))
+        for name, found in fixed.items():
+            steps = np.abs(open_length[name] - found) / (CELL if name == "y2" else OUT)[0]
+            assert steps.max() < 1.01  # a cell whose bound is unknown has fewer fraction bits
+            assert (steps > 0.5).mean() <= 0.02
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_the_certificate_states_the_error_of_lengths(op):
+    row = convert(network(op, length="t")).certificate["requantizations"][0]
+    by_length = {int(n): error for n, error in row["state_error_by_length"].items()}
+    assert list(by_length) == [1 << i for i in range(13)]
+    assert sorted(by_length.values()) == list(by_length.values())
+    assert max(by_length.values()) / OUT[0] <= row["error_bound"]
+    fixed = convert(network(op, length=4)).certificate["requantizations"][0]
+    assert fixed["error_bound"] / 2 < by_length[4] / OUT[0] < 4 * fixed["error_bound"]  # its cells have 4 bits less
+
+
+def test_a_long_sequence_of_open_length():
+    model = network("LSTM", length="t", size=3.0)
+    found = run(convert(model).model, feeds(length=300))["y0"]
+    steps = np.abs(found - simulate(model, feeds(length=300))["y0"]) / OUT[0]
+    assert steps.max() < 1.01
+    assert (steps > 0.5).mean() < 0.01
+
+
+def test_a_cell_that_grows_in_a_sequence_of_open_length():
+    model = growing_cell("t")
+    result = convert(model)
+    assert any("at most 4096 steps" in note for note in result.certificate["assumed"])
+    found = run(result.model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
+    np.testing.assert_allclose(found, 20.0, atol=0.11)
+
+
+def test_a_float_in_the_body_of_a_scan_is_found():
+    model = convert(network("GRU", length="t")).model
+    assert integer_findings(model) == []
+    body = next(n for n in model.graph.node if n.op_type == "Scan").attribute[0].g
+    body.node.append(helper.make_node("Cast", [body.input[0].name], ["astray"], name="astray", to=TensorProto.FLOAT))
+    assert [(f.kind, f.where) for f in integer_findings(model)] == [("float tensor", "astray")]
+
+
+def test_a_sequence_of_open_length_is_refused_by_the_portable_target():
+    refused(network("GRU", length="t"), "Scan", "give them: shapes=", target="portable")
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +323,6 @@ def variant(op="LSTM", **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": "t"}, "the length of its sequence is dynamic"),
         ({"operands": {7: np.ones((1, 3 * HIDDEN), np.float32)}}, "it has peepholes"),
         ({"operands": {4: np.array([LENGTH, 2, LENGTH], np.int32)}}, "lengths of their own"),
         ({"operands": {1: np.ones((1, 4 * HIDDEN, INPUT), np.float32)}}, "W is float"),

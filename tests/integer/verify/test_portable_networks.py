@@ -134,13 +134,30 @@ def joined_scales():
     return net.model()
 
 
-def gru():
+def recurrent(op, axis=0, **attrs):
     net = Net()
     x = net.qdq(net.input([4, 2, 6]), 0.03, 119)
-    weights = [net.weight(shape, 0)[0] for shape in ((1, 15, 6), (1, 15, 5))]
-    states = net.op("GRU", x, *weights, outputs=1, hidden_size=5, linear_before_reset=1)
+    rows = {"LSTM": 20, "GRU": 15}[op]
+    weights = [net.weight(shape, axis)[0] for shape in ((1, rows, 6), (1, rows, 5))]
+    states = net.op(op, x, *weights, outputs=1, hidden_size=5, **attrs)
     net.output(net.qdq(states, 0.01, 128), [4, 1, 2, 5])
     return net.model()
+
+
+def gru():
+    return recurrent("GRU", linear_before_reset=1)
+
+
+def gru_before():
+    return recurrent("GRU")
+
+
+def lstm():
+    return recurrent("LSTM")
+
+
+def lstm_by_rows():
+    return recurrent("LSTM", axis=1)
 
 
 def guarded():
@@ -157,7 +174,22 @@ def guarded():
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize(
-    "make", [layer_norm, norms_of_codes, long_rows, log_softmax, root, curve, masked, joined_scales, gru, guarded]
+    "make",
+    [
+        layer_norm,
+        norms_of_codes,
+        long_rows,
+        log_softmax,
+        root,
+        curve,
+        masked,
+        joined_scales,
+        gru,
+        gru_before,
+        lstm,
+        lstm_by_rows,
+        guarded,
+    ],
 )
 def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     standard, portable = both(make(), edges="integer")

@@ -1,1 +1,1 @@
-"""LSTM and GRU, unrolled in fixed point."""
+"""LSTM and GRU in fixed point, unrolled or in a Scan."""

@@ -1,0 +1,115 @@
+"""Sigmoid and Tanh of the columns of one tensor by a single look-up in straight lines, in as few nodes as there are.
+
+`x + lift` is never negative. Its high bits are the place of a segment in the joined tables, its low bits the distance
+from the segment's start, and `bases[place] + slopes[place] * distance` is the result before its last bits are dropped.
+The lift of a column chooses its function, so that columns of both functions take the same nodes.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from onnx_backend.integer.fixed_point.elementwise import CURVES, segment_bits
+from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.exact_bounds import ULP
+from onnx_backend.integer.ir.values import Array
+
+_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
+    {"Sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)), "Tanh": np.tanh}
+)
+
+
+@dataclass(frozen=True)
+class GateTable:
+    """The joined tables of the gates of some columns.
+
+    Attributes:
+        lift: int64 [columns], what is to be added to a value's integers.
+        wide: low bits of a lifted integer.
+        limits: least and largest lifted integers that the tables hold, None where all of them are held.
+        bases: int64, results at the start of each segment.
+        slopes: int64, their growth for each unit of distance.
+        drop: bits that are dropped from a result.
+        bound: largest lifted integer.
+        errors: function -> bound of its error in real units, besides that of its argument.
+    """
+
+    lift: Array
+    wide: int
+    limits: tuple[Array, Array] | None
+    bases: Array
+    slopes: Array
+    drop: int
+    bound: int
+    errors: Mapping[str, float]
+
+    def error(self, function: str, argument: float) -> float:
+        """Bound the error of a function in real units, whose argument has this error."""
+        whole = 1.0 if function == "Sigmoid" else 2.0
+        return min(self.errors[function] + CURVES[function]({}).slope * argument, whole)
+
+
+def gate_table(
+    unit: float, reach: int, gates: Sequence[tuple[str, int]], fraction: int, *, addend: int = 0
+) -> GateTable:
+    """Return the joined tables of neighbouring gates.
+
+    Args:
+        unit: of the integers that are looked up, in real units.
+        reach: their largest magnitude.
+        gates: the function of each gate, `Sigmoid` or `Tanh`, and its columns.
+        fraction: results are multiples of `2**-fraction`.
+        addend: what is added to a result's integers.
+    """
+    curves = {name: CURVES[name]({}) for name, _ in gates}
+    fars = {name: math.ceil(curve.reach / unit) for name, curve in curves.items()}
+    wide = min(segment_bits(2 * min(fars[name], reach), unit, curve) for name, curve in curves.items())
+    fine, step = ROOM - 2 - wide, math.ldexp(unit, wide)
+    drop, whole = fine + wide - fraction, addend << (fine + wide - fraction)
+    lifts, ends, bases, slopes, errors, offset = [], [], [], [], {}, 0
+    for name, curve in curves.items():
+        # beyond `far` a function is as good as constant; twice as long a table costs less than a clip
+        held = reach if reach <= 2 * fars[name] else fars[name]
+        first, last = -held >> wide, held >> wide
+        knots = np.rint(np.ldexp(_FUNCTIONS[name](np.arange(first, last + 2) * step), fine)).astype(np.int64)
+        lift = (offset - first) << wide
+        lifts.append(lift)
+        ends.append((lift - held, lift + held))
+        bases.append((knots[:-1] << wide) + whole)
+        slopes.append(np.diff(knots))
+        errors[name] = step * step / 8 * curve.bend + 4.0 * curve.tail + (1.0 + curve.reach) * 16 * ULP
+        errors[name] += math.ldexp(2.0, -fine) + math.ldexp(1.0, -fraction)
+        offset += last + 1 - first
+    places, columns = [list(curves).index(name) for name, _ in gates], [count for _, count in gates]
+    clipped = any(high - low < 2 * reach for low, high in ends)
+
+    def by_column(numbers: Sequence[int]) -> Array:
+        return np.repeat(np.asarray(numbers, np.int64)[places], columns)
+
+    limits = (by_column([low for low, _ in ends]), by_column([high for _, high in ends])) if clipped else None
+    found = np.concatenate(bases), np.concatenate(slopes)
+    return GateTable(by_column(lifts), wide, limits, *found, drop, max(lifts) + reach, MappingProxyType(errors))
+
+
+def look_up(b: Builder, table: GateTable, lifted: str, rank: int) -> str:
+    """Write the gates of lifted integers, int64 [(1,) * (rank - 3), batch, 1, columns]."""
+
+    def constant(array: Array | list[int] | int) -> str:
+        return b.constant(np.asarray(array, np.int64))
+
+    if table.limits is not None:
+        lifted = b.node("Min", [b.node("Max", [lifted, constant(table.limits[0])]), constant(table.limits[1])])
+    flat = b.node("Reshape", [lifted, constant([-1])])
+    place = b.node("Div", [flat, constant(1 << table.wide)])
+    base, slope = (
+        b.node("GatherElements", [b.constant(part, stem="table"), place], axis=0)
+        for part in (table.bases, table.slopes)
+    )
+    distance = b.node("BitwiseAnd", [flat, constant((1 << table.wide) - 1)])
+    exact = b.node("Add", [base, b.node("Mul", [slope, distance])])
+    found = b.node("Div", [exact, constant(1 << table.drop)])
+    return b.node("Reshape", [found, constant([1] * (rank - 3) + [-1, 1, table.lift.size])])
