@@ -14,7 +14,7 @@ from onnx_backend.integer.convert import IntegerResult, convert
 from onnx_backend.integer.decompose.in_float32 import in_float32
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
-from onnx_backend.integer.firmware.files import firmware_file
+from onnx_backend.integer.firmware.files import firmware_file, require_straight
 from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
 from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
@@ -59,12 +59,17 @@ def write_integer(
     batches, model = None if data is None else _first(data), in_float32(model)
     with progress_of("to_integer", _PARTS, show=progress, unit="part") as bar:
         bar.now("convert")
-        opened, result, fixed = _converted(model, batches, allow_float, shapes, options)
+        accepted = require_straight if firmware is not None else _as_it_is
+        opened, result, fixed = _converted(model, batches, allow_float, shapes, options, accepted)
         inputs = measured_inputs(opened, result.model, batches)
         portable = options.get("target") == "portable"
         standard = convert(opened, **{**options, "target": "standard"}).model if portable else None
         bar.done()
         return _measured(opened, result, standard, inputs, out, firmware, fixed, bar)
+
+
+def _as_it_is(result: IntegerResult) -> IntegerResult:
+    return result
 
 
 def _first(data: Iterable[Any]) -> list[Any]:
@@ -77,15 +82,16 @@ def _converted(
     allow_float: Sequence[str],
     shapes: Mapping[str, Sequence[int]] | None,
     options: Mapping[str, Any],
+    accepted: Callable[[IntegerResult], IntegerResult],
 ) -> tuple[ModelProto, IntegerResult, dict[str, Any]]:
     """Convert at fixed sizes (of the data, else of the example) where open ones prevent it; return these sizes too.
 
-    A refusal states if fixed sizes would help.
+    A refusal states if fixed sizes would help. `accepted` refuses results that will not do.
     """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:
         opened = prepare(with_decided_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
-        return opened, convert(opened, allow_float=allow_float, **options)
+        return opened, accepted(convert(opened, allow_float=allow_float, **options))
 
     try:
         return *attempt(shapes or {}), _facts(shapes, "shapes=") if shapes else {}

@@ -11,7 +11,8 @@ import numpy as np
 from onnx_backend.integer.convert import IntegerResult
 from onnx_backend.integer.firmware.header import header
 from onnx_backend.integer.firmware.program import FirmwareProgram, firmware_program
-from qsdk.core.errors import ConfigError
+from onnx_backend.integer.ir.context import FIXED_SIZES
+from qsdk.core.errors import ConfigError, IntegerError
 
 _SUFFIXES = (".npz", ".h")
 _PROGRAM = "program.json"
@@ -31,6 +32,20 @@ def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os
         raise ConfigError(f"firmware={os.fspath(path)!r} is the model's own path; give it another name")
 
 
+def require_straight(result: IntegerResult) -> IntegerResult:
+    """Return a conversion whose operations are in a straight line.
+
+    Raises:
+        IntegerError: a Scan is among them, which firmware programs do not have.
+    """
+    for node in result.model.graph.node:
+        if node.op_type == "Scan":
+            raise IntegerError(
+                f"firmware has no loops, and the length of the sequence of {node.name!r} is dynamic; {FIXED_SIZES}"
+            )
+    return result
+
+
 def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of the file `path`: a NumPy archive for `.npz`, a C99 header for `.h`.
 
@@ -39,7 +54,7 @@ def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
         IntegerError: a header cannot express an operation; it is named.
     """
     require_firmware_path(path)
-    program = firmware_program(result)
+    program = firmware_program(require_straight(result))
     return archive(program) if Path(path).suffix == ".npz" else header(program).encode()
 
 

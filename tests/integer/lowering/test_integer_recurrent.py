@@ -7,8 +7,11 @@ from integer_models import INT4, INT8, UINT8, Net, run, simulate
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.convert import convert
+from onnx_backend.integer.files import write_integer
+from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
+from qsdk.core.errors import IntegerError
 
 GATES = {"LSTM": 4, "GRU": 3}
 LENGTH, BATCH, INPUT, HIDDEN = 4, 3, 6, 5
@@ -300,6 +303,16 @@ def test_a_float_in_the_body_of_a_scan_is_found():
 
 def test_a_sequence_of_open_length_is_refused_by_the_portable_target():
     refused(network("GRU", length="t"), "Scan", "give them: shapes=", target="portable")
+
+
+def test_firmware_has_no_scan(tmp_path):
+    model = network("GRU", length="t")
+    with pytest.raises(IntegerError, match="firmware has no loops, and the length of the sequence of 'node_gru"):
+        firmware_file(convert(model), tmp_path / "program.npz")
+    out = tmp_path / "model.onnx"
+    report = write_integer(model, out, data=[feeds()], firmware=tmp_path / "program.npz", progress=False)
+    assert report.summary["fixed_shapes"]["x"][0] == LENGTH  # of the data, as nothing else will do
+    assert (tmp_path / "program.npz").exists()
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
