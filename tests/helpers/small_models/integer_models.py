@@ -96,13 +96,17 @@ FAULTY = ("Sign", "Clip", "Max", "Min", "ReduceMax", "ReduceMin")
 
 def require_no_faulty_kernel(model):
     """The conversion writes none of them; a node that it copies keeps its name, which `Net` begins with `node_`."""
-    if not {node.op_type for node in model.graph.node} & set(FAULTY):
-        return
-    graph = shape_inference.infer_shapes(model).graph
+    require_none_in(shape_inference.infer_shapes(model).graph)
+
+
+def require_none_in(graph):
     kinds = {info.name: info.type.tensor_type.elem_type for info in (*graph.value_info, *graph.output)}
     for node in graph.node:
         if node.op_type in FAULTY and not node.name.startswith("node_"):
             assert kinds.get(node.output[0]) not in (TensorProto.INT64, TensorProto.UNDEFINED), node.name
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                require_none_in(attribute.g)
 
 
 def run(model, feeds, level="ORT_ENABLE_ALL"):

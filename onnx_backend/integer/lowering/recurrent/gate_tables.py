@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.elementwise import CURVES, segment_bits
 from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM
@@ -30,7 +31,8 @@ class GateTable:
     Attributes:
         lift: int64 [columns], what is to be added to a value's integers.
         wide: low bits of a lifted integer.
-        limits: least and largest lifted integers that the tables hold, None where all of them are held.
+        limits: int32 [columns], least and largest place of each column, None where no integer is beyond them.
+        before: places in front of the first one, which only integers beyond the tables have.
         bases: int64, results at the start of each segment.
         slopes: int64, their growth for each unit of distance.
         drop: bits that are dropped from a result.
@@ -41,6 +43,7 @@ class GateTable:
     lift: Array
     wide: int
     limits: tuple[Array, Array] | None
+    before: int
     bases: Array
     slopes: Array
     drop: int
@@ -70,29 +73,40 @@ def gate_table(
     wide = min(segment_bits(2 * min(fars[name], reach), unit, curve) for name, curve in curves.items())
     fine, step = ROOM - 2 - wide, math.ldexp(unit, wide)
     drop, whole = fine + wide - fraction, addend << (fine + wide - fraction)
-    lifts, ends, bases, slopes, errors, offset = [], [], [], [], {}, 0
+    starts, ends, bases, slopes, errors, offset = [], [], [], [], {}, 0
     for name, curve in curves.items():
-        # beyond `far` a function is as good as constant; twice as long a table costs less than a clip
+        # beyond `far` a function is as good as constant; twice as long a table costs less than limits
         held = reach if reach <= 2 * fars[name] else fars[name]
         first, last = -held >> wide, held >> wide
         knots = np.rint(np.ldexp(_FUNCTIONS[name](np.arange(first, last + 2) * step), fine)).astype(np.int64)
-        lift = (offset - first) << wide
-        lifts.append(lift)
-        ends.append((lift - held, lift + held))
+        knots = np.concatenate([knots[:1], knots, knots[-1:]])  # what is beyond stays at the last result
         bases.append((knots[:-1] << wide) + whole)
         slopes.append(np.diff(knots))
+        starts.append(offset - (first - 1))
+        ends.append((offset, offset + len(knots) - 2))
         errors[name] = step * step / 8 * curve.bend + 4.0 * curve.tail + (1.0 + curve.reach) * 16 * ULP
         errors[name] += math.ldexp(2.0, -fine) + math.ldexp(1.0, -fraction)
-        offset += last + 1 - first
+        offset += len(knots) - 1
+    before = max(0, (reach >> wide) + 1 - min(starts))
+    limited = any(reach > 2 * far for far in fars.values())
     places, columns = [list(curves).index(name) for name, _ in gates], [count for _, count in gates]
-    clipped = any(high - low < 2 * reach for low, high in ends)
 
-    def by_column(numbers: Sequence[int]) -> Array:
-        return np.repeat(np.asarray(numbers, np.int64)[places], columns)
+    def by_column(numbers: Sequence[int], dtype: type) -> Array:
+        return np.repeat(np.asarray(numbers, dtype)[places], columns)
 
-    limits = (by_column([low for low, _ in ends]), by_column([high for _, high in ends])) if clipped else None
-    found = np.concatenate(bases), np.concatenate(slopes)
-    return GateTable(by_column(lifts), wide, limits, *found, drop, max(lifts) + reach, MappingProxyType(errors))
+    lowest, highest = (by_column([end[i] + before for end in ends], np.int32) for i in (0, 1))
+    limits = (lowest, highest)
+    return GateTable(
+        by_column([(start + before) << wide for start in starts], np.int64),
+        wide,
+        limits if limited else None,
+        before,
+        np.concatenate(bases),
+        np.concatenate(slopes),
+        drop,
+        ((max(starts) + before) << wide) + reach,
+        MappingProxyType(errors),
+    )
 
 
 def look_up(b: Builder, table: GateTable, lifted: str, rank: int) -> str:
@@ -101,15 +115,24 @@ def look_up(b: Builder, table: GateTable, lifted: str, rank: int) -> str:
     def constant(array: Array | list[int] | int) -> str:
         return b.constant(np.asarray(array, np.int64))
 
-    if table.limits is not None:
-        lifted = b.node("Min", [b.node("Max", [lifted, constant(table.limits[0])]), constant(table.limits[1])])
-    flat = b.node("Reshape", [lifted, constant([-1])])
-    place = b.node("Div", [flat, constant(1 << table.wide)])
+    def flat(name: str) -> str:
+        return b.node("Reshape", [name, constant([-1])])
+
+    unit = constant(1 << table.wide)
+    if table.limits is None:
+        lifted = flat(lifted)
+        place = b.node("Div", [lifted, unit])
+    else:  # in int32: the runtime's Max and Min of int64 are wrong on x86
+        place = b.cast(b.node("Div", [lifted, unit]), TensorProto.INT32)
+        place = b.node("Max", [place, b.constant(table.limits[0])])
+        place = flat(b.node("Min", [place, b.constant(table.limits[1])]))
+        place = b.node("Sub", [place, b.constant(np.int32(table.before))]) if table.before else place
+        lifted = flat(lifted)
     base, slope = (
         b.node("GatherElements", [b.constant(part, stem="table"), place], axis=0)
         for part in (table.bases, table.slopes)
     )
-    distance = b.node("BitwiseAnd", [flat, constant((1 << table.wide) - 1)])
+    distance = b.node("BitwiseAnd", [lifted, constant((1 << table.wide) - 1)])
     exact = b.node("Add", [base, b.node("Mul", [slope, distance])])
     found = b.node("Div", [exact, constant(1 << table.drop)])
     return b.node("Reshape", [found, constant([1] * (rank - 3) + [-1, 1, table.lift.size])])

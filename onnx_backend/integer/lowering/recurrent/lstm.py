@@ -90,8 +90,9 @@ class Lstm(Cell):
             fresh = b.node("Add", [b.node("Mul", [keep, cell]), fresh])
         cell = dropped(b, fresh, fine)
         if self.layer.steps is None:  # in longer sequences cells that grow at every step saturate
-            low, high = (b.constant(np.int64(end)) for end in (-self.most, self.most))
-            cell = b.node("Min", [b.node("Max", [cell, low]), high])
+            for test, end in (("Less", -self.most), ("Greater", self.most)):
+                beyond = b.constant(np.int64(end))
+                cell = b.node("Where", [b.node(test, [cell, beyond]), beyond, cell])
         bounded(b, cell, -self.most, self.most)
         lifted = bounded(b, plus(b, cell, int(self.curve.lift[0])), 0, self.curve.bound)
         curve = look_up(b, self.curve, lifted, rank)
