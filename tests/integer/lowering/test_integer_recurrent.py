@@ -241,6 +241,15 @@ def test_no_float_and_one_input_product_for_all_steps():
     assert np.isfinite(simulate(network("LSTM"), feeds())["y0"]).all()
 
 
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_sums_beyond_the_tables_in_32_bits(op):
+    model = network(op, size=30.0, length=2)
+    given = {"x": noise((2, BATCH, INPUT), 100.0, 3)}
+    standard, portable = (convert(model, target=target).model for target in ("standard", "portable"))
+    assert any(node.op_type == "Min" for node in standard.graph.node)
+    np.testing.assert_array_equal(run(standard, given)["y0"], run(portable, given)["y0"])
+
+
 # --- sequences of open length -----------------------------------------------------------------------------------------
 
 
