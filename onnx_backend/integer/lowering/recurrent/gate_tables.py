@@ -66,7 +66,7 @@ def gate_table(
         reach: their largest magnitude.
         gates: the function of each gate, `Sigmoid` or `Tanh`, and its columns.
         fraction: results are multiples of `2**-fraction`.
-        addend: what is added to a result's integers.
+        addend: what is added to a result's integers, less than 4 in real units.
     """
     curves = {name: CURVES[name]({}) for name, _ in gates}
     fars = {name: math.ceil(curve.reach / unit) for name, curve in curves.items()}
