@@ -194,6 +194,7 @@ _UNSIGNED = '`config.for_dialect("onnxruntime")`; `qdq` of the benchmark is the 
 _UNROLLED = (
     "unrolled, in fixed point with a stated error; `floors_integer`: float operators unrolled 1.9, 8-bit ones 2.8"
 )
+_SCANNED = "a Scan over the same steps; the file serves any length"
 
 ONNX: tuple[Goal, ...] = (
     Goal(
@@ -237,6 +238,20 @@ ONNX: tuple[Goal, ...] = (
         ("gru 64-128, 16 steps", "standard"),
         "<= 3",
         _UNROLLED,
+    ),
+    Goal(
+        "integer-only LSTM of open length, on 16 steps of 64 to 128, over float",
+        _LAYERS,
+        ("lstm 64-128, open length", "standard"),
+        "<= 3",
+        _SCANNED,
+    ),
+    Goal(
+        "integer-only GRU of open length, on 16 steps of 64 to 128, over float",
+        _LAYERS,
+        ("gru 64-128, open length", "standard"),
+        "<= 3",
+        _SCANNED,
     ),
     Goal(
         "integer-only Conv and LeakyRelu, target `onnxruntime`, over float",
