@@ -5,7 +5,7 @@ The choice is made once per node, by op and version alone, in this order:
 1. the quantization ops of `onnx_backend.evaluator.kernels` by those kernels, in every graph and body;
 2. If, Loop, Scan, SequenceMap and Optional by `onnx_backend.evaluator.control_flow`, so that every node of a body is
    chosen for itself;
-3. the ops of `ON_RUNTIME` by ONNX Runtime;
+3. the ops of `ON_RUNTIME` and `ON_RUNTIME_FOR_SIZE` by ONNX Runtime;
 4. every other op by onnx's ReferenceEvaluator.
 
 There is no second try: if the chosen evaluator cannot run a node, that is an error.
@@ -36,6 +36,9 @@ ON_RUNTIME = frozenset(
     {("BatchNormalization", 7), ("BatchNormalization", 9), ("Scan", 8), ("Scatter", 9)}
     | {(op, since) for op in ("Hardmax", "LogSoftmax", "Softmax") for since in (1, 11)}
 )
+
+#: Operators that ReferenceEvaluator refuses above a size: its GatherElements takes at most 64 elements along the axis.
+ON_RUNTIME_FOR_SIZE = frozenset({"GatherElements"})
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def _step(node: NodeProto, opsets: Mapping[str, int], ran: Counter[tuple[Evaluat
                 f"{label(node)} has {label(inner)} in its body, which would not be run by the kernels of this backend; "
                 "move the quantization out of the body"
             )
-    if node.domain == "" and (node.op_type, since) in ON_RUNTIME:
+    if node.domain == "" and ((node.op_type, since) in ON_RUNTIME or node.op_type in ON_RUNTIME_FOR_SIZE):
         return BoundNode(node, "onnxruntime", by_runtime(node, since))
     return BoundNode(node, "reference", by_reference(node, opsets))
 

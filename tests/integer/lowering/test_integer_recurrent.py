@@ -6,6 +6,7 @@ from integer_comparison import compare, noise, refused
 from integer_models import INT4, INT8, UINT8, Net, run, simulate
 from onnx import TensorProto, helper, numpy_helper
 
+import onnx_backend
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import firmware_file
@@ -312,6 +313,13 @@ def test_a_float_in_the_body_of_a_scan_is_found():
 
 def test_a_sequence_of_open_length_is_refused_by_the_portable_target():
     refused(network("GRU", length="t"), "Scan", "give them: shapes=", target="portable")
+
+
+@pytest.mark.parametrize("length", [LENGTH, "t"])
+def test_the_onnx_backend_runs_it(length):
+    model = convert(network("GRU", length=length)).model
+    (found,) = onnx_backend.prepare(model).run([feeds()["x"]])
+    np.testing.assert_array_equal(found, run(model, feeds())["y0"])
 
 
 def test_firmware_has_no_scan(tmp_path):
