@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics_graph
@@ -13,7 +14,7 @@ from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.repeated_session import RepeatedSession
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
-from qsdk.core.ranges.histogram import sample_step
+from qsdk.core.ranges.ranges import Range
 from qsdk.core.ranges.statistics import Statistics, require_finite
 
 
@@ -77,21 +78,44 @@ def observe(
     for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
         where = f"batch {number}"
         found = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
-        values = dict(zip(names, found, strict=True))
-        for item in watched:
-            _add_statistics(item, values, number, statistics)
+        _add_statistics(watched, dict(zip(names, found, strict=True)), number, statistics)
         statistics.end_batch()
     return statistics
 
 
-def _add_statistics(item: SiteStatistics, values: Mapping[str, Any], number: int, statistics: Statistics) -> None:
+def _add_statistics(
+    watched: Sequence[SiteStatistics], values: Mapping[str, Any], number: int, statistics: Statistics
+) -> None:
+    """Add what a session has found in a batch: numbers of all sites at once, since calls cost more than values here."""
+    numbers = [item for item in watched if not values[item.high].ndim]
+    channels = [item for item in watched if values[item.high].ndim and not _is_empty(item, values)]
+    low, high, check = (
+        _numbers([getattr(item, name) for item in numbers], values) for name in ("low", "high", "check")
+    )
+    full = (high != -np.inf) | (high >= low)  # no value leaves the extremes of an empty tensor
+    if not np.isfinite([low[full], high[full], check[full]]).all() or channels:
+        _require_finite([item for item in watched if not _is_empty(item, values)], values, number)
+    for item in channels:
+        statistics.add(item.site, values[item.low], values[item.high])
+    kept = [item for item, some in zip(numbers, full.tolist(), strict=True) if some]
+    samples = {item.site: (values[item.sample], int(values[item.step].item())) for item in kept if item.sample}
+    if kept:
+        statistics.add_tensors([item.site for item in kept], Range(low[full], high[full]), samples)
+
+
+def _numbers(names: Sequence[str], values: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """Return the numbers of these names, [N]; 0 for no name."""
+    return np.array([values[name].item() if name else 0.0 for name in names], np.float32)
+
+
+def _is_empty(item: SiteStatistics, values: Mapping[str, Any]) -> bool:
+    """Return whether a tensor has no values, which leaves its extremes where no value is."""
     high = values[item.high]
-    low = values[item.low] if item.low else np.float32(0)
-    if high.max(initial=-np.inf) == -np.inf and np.all(high < low):
-        return  # an empty tensor
-    check = float(values[item.check]) if item.check else 0.0
-    require_finite(item.site, number, low, high, check)
-    if not item.sample:
-        statistics.add(item.site, low, high)
-    else:
-        statistics.add(item.site, low, high, values[item.sample], sample_step(int(values[item.size])))
+    return bool(high.max(initial=-np.inf) == -np.inf and np.all(high < (values[item.low] if item.low else 0)))
+
+
+def _require_finite(watched: Iterable[SiteStatistics], values: Mapping[str, Any], number: int) -> None:
+    """Raise an error that names the first site whose values are not finite."""
+    for item in watched:
+        read = [values[name] for name in (item.low, item.high, item.check) if name]
+        require_finite(item.site, number, *read)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from onnx_backend.calibration.alike import Alike
 from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
 from onnx_backend.proto.model_io import load
@@ -39,7 +40,7 @@ class SiteStatistics:
         low: the smallest one, or that of each channel.
         check: 0, unless there is NaN or an infinity.
         sample: some of the values, flattened.
-        size: how many values there are.
+        step: every how-many-th value the sample holds, int64 [1].
     """
 
     site: str
@@ -47,7 +48,7 @@ class SiteStatistics:
     low: str = ""
     check: str = ""
     sample: str = ""
-    size: str = ""
+    step: str = ""
 
 
 def statistics_graph(
@@ -89,10 +90,15 @@ class _StatisticsGraphBuilder:
         self.finite = {name for name, tensor in self.stored.items() if _is_finite(tensor)}
         self.finite |= {v.name for v in self.graph.input if v.type.tensor_type.elem_type not in FLOATS}
         self.constants: dict[str, str] = {}
+        self.alike = Alike({name for name, tensor in self.stored.items() if not tensor.dims})
+        self.highs: dict[str, str] = {}  # tensor -> its largest value, see `Alike.values`
+        self.lows: dict[str, str] = {}
+        self.steps: dict[str, str] = {}  # tensor -> step of its sample, see `Alike.size`
 
     def add(self, node: NodeProto, wanted: Mapping[str, Decision]) -> None:
         """Add a node; behind a mark come the statistics of its site."""
         known = all(name in self.finite for name in node.input if name)
+        self.alike.add(node)
         if not is_mark(node):
             self.nodes.append(node)
             if known and node.op_type in _KEEP_FINITE:
@@ -116,13 +122,26 @@ class _StatisticsGraphBuilder:
         sampled = self.sampled and decision.spec is not None and decision.spec.fixed_range is None
         maker = self.makers.get(mark.input[0])
         positive = maker is not None and self._not_negative(maker)
-        high = self._output(self._node("ReduceMax", [tensor], f"{site}/high", keepdims=0))
-        low = "" if positive else self._output(self._node("ReduceMin", [tensor], f"{site}/low", keepdims=0))
+        high = self._extreme("Max", mark, tensor, f"{site}/high", self.highs)
+        low = "" if positive else self._extreme("Min", mark, tensor, f"{site}/low", self.lows)
         check = "" if known else self._check(site, tensor)
-        sample = size = ""
+        sample = step = ""
         if sampled:
-            sample, size = self._sample(site, tensor)
-        self.watched.append(SiteStatistics(site, high, low, check, sample, size))
+            sample, step = self._sample(site, mark, tensor)
+        self.watched.append(SiteStatistics(site, high, low, check, sample, step))
+
+    def _extreme(self, kind: str, mark: NodeProto, tensor: str, name: str, known: dict[str, str]) -> str:
+        """Return the output that holds the largest or smallest value; that of joined parts comes from theirs."""
+        values = self.alike.values.get(mark.output[0], mark.output[0])
+        if values not in known:
+            maker = self.makers.get(values)
+            joined = maker.input if maker is not None and maker.op_type == "Concat" else []
+            parts = [known.get(self.alike.values.get(part, part), "") for part in joined]
+            if parts and all(parts):
+                known[values] = self._output(self._node(kind, parts, name))
+            else:
+                known[values] = self._output(self._node(f"Reduce{kind}", [tensor], name, keepdims=0))
+        return known[values]
 
     def _in_float32(self, mark: NodeProto) -> str:
         """Return the values of a marked tensor in float32, in which statistics are computed."""
@@ -149,22 +168,26 @@ class _StatisticsGraphBuilder:
         zeros = self._node("Mul", [tensor, self._constant("zero", np.zeros((), np.float32))], f"{site}/zeros")
         return self._output(self._node("ReduceSum", [zeros], f"{site}/check", keepdims=0))
 
-    def _sample(self, site: str, tensor: str) -> tuple[str, str]:
-        """Return every n-th value of the flattened tensor, n as in `sample_step`; and the tensor's size."""
+    def _sample(self, site: str, mark: NodeProto, tensor: str) -> tuple[str, str]:
+        """Return every n-th value of the flattened tensor; and n, see `sample_step`, one for tensors of one size."""
         flat = self._node("Reshape", [tensor, self._constant("flat", np.array([-1], np.int64))], f"{site}/flat")
-        size = self._node("Size", [flat], f"{site}/size")
-        steps = np.array(STEPS, np.int64)
-        # step i serves tensors of up to SAMPLES * STEPS[i] elements
-        larger = self._node("Less", [self._constant("served", steps * SAMPLES), size], f"{site}/larger")
-        counted = self._node("Cast", [larger], f"{site}/counted", to=TensorProto.INT64)
-        place = self._node("ReduceSum", [counted], f"{site}/place", keepdims=1)
-        last = self._constant("last", np.array([len(STEPS) - 1], np.int64))
-        place = self._node("Min", [place, last], f"{site}/bounded")
-        step = self._node("Gather", [self._constant("steps", steps), place], f"{site}/step")
+        alike = self.alike.size.get(mark.output[0], mark.output[0])
+        if alike not in self.steps:
+            self.steps[alike] = self._output(self._step(site, flat), TensorProto.INT64)
         begin, end = (self._constant(name, np.array([n], np.int64)) for name, n in (("begin", 0), ("end", 2**62)))
         axis = self._constant("axis", np.array([0], np.int64))
-        sample = self._node("Slice", [flat, begin, end, axis, step], f"{site}/sample")
-        return self._output(sample), self._output(size, TensorProto.INT64)
+        sample = self._node("Slice", [flat, begin, end, axis, self.steps[alike]], f"{site}/sample")
+        return self._output(sample), self.steps[alike]
+
+    def _step(self, site: str, flat: str) -> str:
+        """Return `sample_step` of the size of a flattened tensor, int64 [1]."""
+        size = self._node("Shape", [flat], f"{site}/size")
+        steps = np.array(STEPS, np.int64)
+        # step i serves tensors of up to SAMPLES * STEPS[i] elements, and the last one all that are larger, too
+        larger = self._node("Less", [self._constant("served", steps[:-1] * SAMPLES), size], f"{site}/larger")
+        counted = self._node("Cast", [larger], f"{site}/counted", to=TensorProto.INT64)
+        place = self._node("ReduceSum", [counted], f"{site}/place", keepdims=1)
+        return self._node("Gather", [self._constant("steps", steps), place], f"{site}/step")
 
     def _node(self, op: str, inputs: list[str], output: str, **options: Any) -> str:
         name = unique(output, self.taken)

@@ -1,7 +1,7 @@
 """Statistics of activations, collected batch by batch for either side, and the encodings that follow from them."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -15,9 +15,12 @@ from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import Spec, axis_of
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator, moving_average, range_from_histogram
-from qsdk.core.ranges.histogram import Histogram, histogram_of_samples
+from qsdk.core.ranges.histogram import Histogram
 from qsdk.core.ranges.ranges import Range, encoding_from_range
+from qsdk.core.ranges.site_histograms import Sample, SiteHistograms
 
+#: the range of a site that no batch has reached
+_NOTHING = Range(np.array([np.inf], np.float32), np.array([-np.inf], np.float32))
 #: returns the values of all ranks, in the order of the ranks
 Gather = Callable[[Any], list[Any]]
 
@@ -37,9 +40,9 @@ class Statistics:
     def __init__(self, chosen: Estimator) -> None:
         self.chosen = chosen
         self.ranges: dict[str, Range] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._histograms = SiteHistograms()
         self._moved: set[str] = set()  # sites whose range the batch has changed
-        self._samples: list[tuple[str, FloatArray, int, Range]] = []  # not counted yet
+        self._samples: list[tuple[str, Sample]] = []  # not counted yet
 
     def add(
         self, site: str, low: npt.ArrayLike, high: npt.ArrayLike, sample: FloatArray | None = None, step: int = 1
@@ -63,7 +66,30 @@ class Statistics:
         if before is None or not before.same(self.ranges[site]):
             self._moved.add(site)
         if sample is not None:
-            self._samples.append((site, sample, step, new))
+            self._samples.append((site, Sample(sample, step, new)))
+
+    def add_tensors(self, sites: Sequence[str], ends: Range, samples: Mapping[str, tuple[FloatArray, int]]) -> None:
+        """Add a batch of many sites with one range each, as `add` does one by one.
+
+        Args:
+            sites: S of them, no two alike.
+            ends: their smallest and largest values, [S]; finite.
+            samples: site -> sample and step, see `add`.
+        """
+        before = [self.ranges.get(site, _NOTHING) for site in sites]
+        old = Range(*(np.concatenate([getattr(one, end) for one in before]) for end in ("low", "high")))
+        now = old.merge(ends)
+        if self.chosen.name == "moving_average":
+            unseen = np.isinf(old.low)
+            start = Range(np.where(unseen, ends.low, old.low), np.where(unseen, ends.high, old.high))
+            now = moving_average(start, ends)
+        for place in np.flatnonzero((now.low != old.low) | (now.high != old.high)).tolist():
+            self._moved.add(sites[place])
+            self.ranges[sites[place]] = Range(now.low[place : place + 1], now.high[place : place + 1])
+        for place, site in enumerate(sites):
+            if site in samples:
+                own = Range(ends.low[place : place + 1], ends.high[place : place + 1])
+                self._samples.append((site, Sample(*samples[site], own)))
 
     def end_batch(self) -> None:
         """Count the samples of the batch, and log which share of the ranges it has changed.
@@ -82,18 +108,11 @@ class Statistics:
         return self._histograms
 
     def _count_samples(self) -> None:
-        """Add the samples to the histograms of their sites, of all sites at once: calls cost more than values here."""
+        """Add the samples to the histograms of their sites."""
         while self._samples:
             some = {entry[0]: entry for entry in reversed(self._samples)}  # of each site the first, if it has several
             self._samples = [entry for entry in self._samples if some[entry[0]] is not entry]
-            _, samples, steps, ends = zip(*some.values(), strict=True)
-            together = Range(np.concatenate([e.low for e in ends]), np.concatenate([e.high for e in ends]))
-            counted = dict(zip(some, histogram_of_samples(samples, steps, together).groups(), strict=True))
-            known = [site for site in some if site in self._histograms]
-            if known:
-                before, new = (Histogram.stack([held[site] for site in known]) for held in (self._histograms, counted))
-                counted |= dict(zip(known, before.merge(new).groups(), strict=True))
-            self._histograms |= counted
+            self._histograms.add(dict(some.values()))
 
     def merge(self, *others: "Statistics") -> "Statistics":
         """Return the statistics of all together, exactly as if one had observed all the data, in any order.
@@ -104,9 +123,8 @@ class Statistics:
         for site in dict.fromkeys(site for one in everyone for site in one.ranges):
             ranges = [one.ranges[site] for one in everyone if site in one.ranges]
             merged.ranges[site] = _mean(ranges) if self.chosen.name == "moving_average" else reduce(Range.merge, ranges)
-        for site in dict.fromkeys(site for one in everyone for site in one.histograms):
-            counted = [one.histograms[site] for one in everyone if site in one.histograms]
-            merged._histograms[site] = reduce(Histogram.merge, counted)
+        for one in everyone:
+            merged._histograms.merge(one.histograms)
         return merged
 
     def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
