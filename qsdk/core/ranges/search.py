@@ -69,7 +69,7 @@ def least_error_counted(histogram: Histogram, spec: Spec, gamma: float) -> Range
         ]
         return np.stack(result, axis=1)
 
-    return _search(cost, full, spec, len(groups) * int(levels))
+    return _search(cost, full, spec, len(groups))
 
 
 def cast_to(dtype: DType) -> Callable[[Any], Any]:
