@@ -1,7 +1,9 @@
 """Collect statistics of activations, reduced inside the graph batch by batch, so that no activation is kept."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,15 @@ from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.repeated_session import RepeatedSession
+from onnx_backend.runtime.session import has_convolutions
+from qsdk.core.overlapped import cores, overlapped
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.ranges import Range
 from qsdk.core.ranges.statistics import Statistics, require_finite
+
+_AT_ONCE = 2  # batches
+_Batch = tuple[int, dict[str, npt.NDArray[Any]]]  # number, and input name -> array
 
 
 @dataclass(frozen=True)
@@ -30,21 +37,40 @@ class _Observing:
 
 
 class SessionCache:
-    """The sessions that observe a sim, with samples and without, kept until the observed sites change."""
+    """The sessions that observe a sim, with samples and without, kept until the observed sites change.
+
+    Those that run batches side by side have fewer threads than there are cores, one for each run beside another.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[bool, _Observing] = {}
+        self._kept: dict[tuple[bool, int], _Observing] = {}
 
     def open(
-        self, marked: ModelProto, wanted: Mapping[str, Decision], providers: Providers, *, sampled: bool
+        self,
+        marked: ModelProto,
+        wanted: Mapping[str, Decision],
+        providers: Providers,
+        *,
+        sampled: bool,
+        at_once: int = 1,
     ) -> tuple[RepeatedSession, Sequence[SiteStatistics]]:
-        """Return the session over the float model whose outputs are the statistics of the wanted sites."""
-        kept = self._kept.get(sampled)
+        """Return the session over the float model whose outputs are the statistics of the wanted sites.
+
+        Args:
+            marked: the float model with marks.
+            wanted: the sites to observe.
+            providers: to run on.
+            sampled: whether it gives samples, too.
+            at_once: batches that are run at once.
+        """
+        kept = self._kept.get((sampled, at_once))
         same = kept is not None and kept.marked is marked and kept.wanted == wanted and kept.providers == providers
         if kept is None or not same:
             model, watched = statistics_graph(marked, wanted, sampled=sampled)
-            kept = _Observing(marked, dict(wanted), providers, RepeatedSession(model, providers), watched)
-            self._kept[sampled] = kept
+            threads = cores() + 1 - at_once if at_once > 1 else 0
+            session = RepeatedSession(model, providers, threads)
+            kept = _Observing(marked, dict(wanted), providers, session, watched)
+            self._kept[sampled, at_once] = kept
         return kept.session, kept.watched
 
 
@@ -72,15 +98,38 @@ def observe(
     Raises:
         DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
     """
-    session, watched = (sessions or SessionCache()).open(marked, wanted, providers, sampled=chosen.reads_histogram)
-    names = [output.name for output in session.get_outputs()]
+    at_once = _AT_ONCE if length_hint(batches, _AT_ONCE) > 1 and _gains_by_more_at_once(marked, providers) else 1
+    session, watched = (sessions or SessionCache()).open(
+        marked, wanted, providers, sampled=chosen.reads_histogram, at_once=at_once
+    )
+    inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
+    # an iterator may write a batch over the one before
+    copied = at_once > 1 and not isinstance(batches, list | tuple)
+
+    def read() -> Iterator[_Batch]:
+        for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
+            feeds = as_feeds(batch, inputs, f"batch {number}")
+            yield number, {name: value.copy() for name, value in feeds.items()} if copied else feeds
+
+    def run(batch: _Batch) -> tuple[int, dict[str, npt.NDArray[Any]]]:
+        number, feeds = batch
+        return number, dict(zip(names, run_session(session, feeds, f"batch {number}"), strict=True))
+
     statistics = Statistics(chosen)
-    for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
-        where = f"batch {number}"
-        found = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
-        _add_statistics(watched, dict(zip(names, found, strict=True)), number, statistics)
-        statistics.end_batch()
+    with closing(overlapped(run, read(), at_once)) as results:
+        for number, values in results:
+            _add_statistics(watched, values, number, statistics)
+            statistics.end_batch()
     return statistics
+
+
+def _gains_by_more_at_once(marked: ModelProto, providers: Providers) -> bool:
+    """Return whether two runs side by side, in half of the threads each, take less time than one after the other.
+
+    Small models do: the runtime splits a convolution over threads, but not what calibration adds, and the threads wait
+    for each other at every node. Large models do not, and would hold the activations of two batches.
+    """
+    return providers == CPU_ONLY and cores() > 1 and has_convolutions(marked)
 
 
 def _add_statistics(

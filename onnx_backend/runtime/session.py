@@ -45,7 +45,7 @@ _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantiz
 
 
 def simulation_session(
-    model: bytes | ModelProto, *, shares_memory: bool = False, providers: Providers = CPU_ONLY
+    model: bytes | ModelProto, *, shares_memory: bool = False, providers: Providers = CPU_ONLY, threads: int = 0
 ) -> ort.InferenceSession:
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
@@ -57,22 +57,24 @@ def simulation_session(
         model: with Q/DQ.
         shares_memory: take memory from the pool of `shared_memory`, which must be open.
         providers: to run on.
+        threads: that a run uses on the CPU; 0 leaves their number to the runtime.
 
     Raises:
         FileFormatError: the runtime cannot load the model.
     """
     narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
-    options = _options(shares_memory=shares_memory, optimize=not narrow)
+    options = _options(shares_memory=shares_memory, optimize=not narrow, threads=threads)
     return _opened(_with_sizes_of_its_own(with_float_weights(load(model))), options, providers)
 
 
-def session_in_blocks(model: ModelProto) -> ort.InferenceSession | None:
+def session_in_blocks(model: ModelProto, threads: int = 0) -> ort.InferenceSession | None:
     """Open a session that gives the same values in less time, see `blocked_layout`; None where it would be no other.
 
     It takes longer to open: the runtime optimizes the model, and then loads the result.
 
     Args:
         model: with Q/DQ, for which `has_convolutions` holds.
+        threads: see `simulation_session`.
 
     Raises:
         FileFormatError: the runtime cannot load the model.
@@ -80,7 +82,7 @@ def session_in_blocks(model: ModelProto) -> ort.InferenceSession | None:
     whole = _inlined(_with_sizes_of_its_own(with_float_weights(load(model))))
 
     def write_optimized(path: str) -> None:
-        options = _options(shares_memory=False, optimize=True)
+        options = _options(shares_memory=False, optimize=True, threads=threads)
         options.optimized_model_filepath = path
         _opened(whole, options, CPU_ONLY)
 
@@ -88,7 +90,7 @@ def session_in_blocks(model: ModelProto) -> ort.InferenceSession | None:
     shapes = {name: shape for name, (_, shape) in types_of(whole).items()}
     if not keep_blocks(optimized, shapes):
         return None
-    return _opened(optimized, _options(shares_memory=False, optimize=False), CPU_ONLY)
+    return _opened(optimized, _options(shares_memory=False, optimize=False, threads=threads), CPU_ONLY)
 
 
 def has_convolutions(model: ModelProto) -> bool:
@@ -110,8 +112,9 @@ def _opened(model: ModelProto, options: ort.SessionOptions, providers: Providers
         raise FileFormatError(f"the runtime cannot load the model: {error}; run qsdk.validate on it") from error
 
 
-def _options(*, shares_memory: bool, optimize: bool) -> ort.SessionOptions:
+def _options(*, shares_memory: bool, optimize: bool, threads: int) -> ort.SessionOptions:
     options, levels = ort.SessionOptions(), ort.GraphOptimizationLevel
+    options.intra_op_num_threads = threads
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_double_qdq_remover", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
