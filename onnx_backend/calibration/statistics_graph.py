@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnx_backend.calibration.alike import Alike
+from onnx_backend.calibration.same_size import SameSize
 from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
 from onnx_backend.proto.model_io import load
@@ -90,15 +90,13 @@ class _StatisticsGraphBuilder:
         self.finite = {name for name, tensor in self.stored.items() if _is_finite(tensor)}
         self.finite |= {v.name for v in self.graph.input if v.type.tensor_type.elem_type not in FLOATS}
         self.constants: dict[str, str] = {}
-        self.alike = Alike({name for name, tensor in self.stored.items() if not tensor.dims})
-        self.highs: dict[str, str] = {}  # tensor -> its largest value, see `Alike.values`
-        self.lows: dict[str, str] = {}
-        self.steps: dict[str, str] = {}  # tensor -> step of its sample, see `Alike.size`
+        self.same_size = SameSize({name for name, tensor in self.stored.items() if not tensor.dims})
+        self.steps: dict[str, str] = {}  # tensor -> step of its sample, see `SameSize.of`
 
     def add(self, node: NodeProto, wanted: Mapping[str, Decision]) -> None:
         """Add a node; behind a mark come the statistics of its site."""
         known = all(name in self.finite for name in node.input if name)
-        self.alike.add(node)
+        self.same_size.add(node)
         if not is_mark(node):
             self.nodes.append(node)
             if known and node.op_type in _KEEP_FINITE:
@@ -122,26 +120,13 @@ class _StatisticsGraphBuilder:
         sampled = self.sampled and decision.spec is not None and decision.spec.fixed_range is None
         maker = self.makers.get(mark.input[0])
         positive = maker is not None and self._not_negative(maker)
-        high = self._extreme("Max", mark, tensor, f"{site}/high", self.highs)
-        low = "" if positive else self._extreme("Min", mark, tensor, f"{site}/low", self.lows)
+        high = self._output(self._node("ReduceMax", [tensor], f"{site}/high", keepdims=0))
+        low = "" if positive else self._output(self._node("ReduceMin", [tensor], f"{site}/low", keepdims=0))
         check = "" if known else self._check(site, tensor)
         sample = step = ""
         if sampled:
             sample, step = self._sample(site, mark, tensor)
         self.watched.append(SiteStatistics(site, high, low, check, sample, step))
-
-    def _extreme(self, kind: str, mark: NodeProto, tensor: str, name: str, known: dict[str, str]) -> str:
-        """Return the output that holds the largest or smallest value; that of joined parts comes from theirs."""
-        values = self.alike.values.get(mark.output[0], mark.output[0])
-        if values not in known:
-            maker = self.makers.get(values)
-            joined = maker.input if maker is not None and maker.op_type == "Concat" else []
-            parts = [known.get(self.alike.values.get(part, part), "") for part in joined]
-            if parts and all(parts):
-                known[values] = self._output(self._node(kind, parts, name))
-            else:
-                known[values] = self._output(self._node(f"Reduce{kind}", [tensor], name, keepdims=0))
-        return known[values]
 
     def _in_float32(self, mark: NodeProto) -> str:
         """Return the values of a marked tensor in float32, in which statistics are computed."""
@@ -171,13 +156,13 @@ class _StatisticsGraphBuilder:
     def _sample(self, site: str, mark: NodeProto, tensor: str) -> tuple[str, str]:
         """Return every n-th value of the flattened tensor; and n, see `sample_step`, one for tensors of one size."""
         flat = self._node("Reshape", [tensor, self._constant("flat", np.array([-1], np.int64))], f"{site}/flat")
-        alike = self.alike.size.get(mark.output[0], mark.output[0])
-        if alike not in self.steps:
-            self.steps[alike] = self._output(self._step(site, flat), TensorProto.INT64)
+        size = self.same_size.of(mark.output[0])
+        if size not in self.steps:
+            self.steps[size] = self._output(self._step(site, flat), TensorProto.INT64)
         begin, end = (self._constant(name, np.array([n], np.int64)) for name, n in (("begin", 0), ("end", 2**62)))
         axis = self._constant("axis", np.array([0], np.int64))
-        sample = self._node("Slice", [flat, begin, end, axis, self.steps[alike]], f"{site}/sample")
-        return self._output(sample), self.steps[alike]
+        sample = self._node("Slice", [flat, begin, end, axis, self.steps[size]], f"{site}/sample")
+        return self._output(sample), self.steps[size]
 
     def _step(self, site: str, flat: str) -> str:
         """Return `sample_step` of the size of a flattened tensor, int64 [1]."""

@@ -195,6 +195,37 @@ def test_samples_of_several_tensors_and_their_merging_are_those_of_each_alone():
     assert np.array_equal(Histogram.stack(merged.groups()).counts, merged.counts)
 
 
+#: values on edges of bins, constants and samples: where bins grow, and where the largest value moves a bin down
+GROWING = [
+    np.linspace(0, 1, 300, dtype=np.float32),
+    np.full(40, 6, np.float32),
+    np.float32([-2, 0, 0, 4, 8]),
+    np.arange(-1000, 1001, dtype=np.float32) / 4,
+    np.zeros(7, np.float32),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(len(GROWING))), st.sampled_from([1, 5]), st.sampled_from([16, 64, 2048]))
+def test_samples_that_are_added_are_those_that_are_merged(order: list[int], step: int, bins: int):
+    def counted(number: int) -> Histogram:
+        return histogram_of_samples(*as_samples(number), bins=bins)
+
+    def as_samples(number: int) -> tuple[list[np.ndarray], list[int], Range]:
+        x = GROWING[number]
+        parts = [x, x * np.float32(1.7)]
+        ends = Range(np.stack([part.min() for part in parts]), np.stack([part.max() for part in parts]))
+        return [part[::step] for part in parts], [step, step], ends
+
+    added = merged = counted(order[0])
+    added = Histogram(*(field.copy() for field in added.fields))
+    for number in order[1:]:
+        added = added.add_samples(*as_samples(number))
+        merged = merged.merge(counted(number))
+    for one, other in zip(added.fields, merged.fields, strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_a_step_takes_a_bounded_number_and_never_walks_along_a_column():
     assert sample_step(SAMPLES) == 1
     assert sample_step(SAMPLES + 1) == 3

@@ -1,0 +1,107 @@
+"""What calibration shares between sites, and batches that it runs side by side."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from onnx import helper
+from qdq_models import convnet, make_model
+
+from onnx_backend.calibration import observe as observing
+from onnx_backend.calibration.same_size import SameSize
+from onnx_backend.calibration.statistics_graph import statistics_graph
+from onnx_backend.sim import OnnxSim
+from qsdk.core.config.config import w8a8
+from qsdk.core.errors import DataError
+from qsdk.core.ranges.statistics import observed_sites
+
+node = helper.make_node
+RNG = np.random.default_rng(5)
+IMAGES = [RNG.normal(size=(4, 3, 8, 8)).astype(np.float32) * 2**number for number in range(5)]
+
+
+def encodings(data, method: str) -> dict:
+    sim = OnnxSim.from_float(convnet(), w8a8())
+    sim.calibrate(data, method, progress=False)
+    return sim.encodings
+
+
+@pytest.fixture(params=[1, 2])
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(observing, "cores", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("method", ["min_max", "moving_average", "tf_enhanced"])
+def test_batches_side_by_side_have_the_encodings_of_one_after_the_other(method: str, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for number in (1, 2):
+        monkeypatch.setattr(observing, "cores", lambda number=number: number)
+        found.append(encodings(IMAGES, method))
+    assert found[0] == found[1]
+
+
+def test_two_runs_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(observing, "cores", lambda: 2)
+    both, original = threading.Barrier(2, timeout=30), observing.run_session
+
+    def run(*args):
+        both.wait()  # a run alone would wait for the other, and fail
+        return original(*args)
+
+    monkeypatch.setattr(observing, "run_session", run)
+    assert encodings(IMAGES[:4], "min_max")
+
+
+class OneBuffer:
+    """Batches that are written one over the other, as those of some loaders."""
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        buffer = np.empty_like(IMAGES[0])
+        for image in IMAGES:
+            buffer[:] = image
+            yield buffer
+        buffer[:] = 1e6
+
+
+def test_data_may_write_a_batch_over_the_one_before(cores: int):
+    assert encodings(OneBuffer(), "min_max") == encodings(IMAGES, "min_max")
+
+
+def test_the_first_batch_that_is_not_finite_is_named_and_the_sim_stays(cores: int):
+    sim = OnnxSim.from_float(convnet(), w8a8())
+    sim.calibrate(IMAGES, progress=False)
+    before, threads = sim.encodings, threading.active_count()
+    broken = [IMAGES[0], IMAGES[1] * np.float32(np.nan), IMAGES[2] * np.float32(np.inf), "no batch"]
+    with pytest.raises(DataError, match="x:input in batch 1"):
+        sim.calibrate(broken, progress=False)
+    assert sim.encodings == before
+    assert threading.active_count() == threads
+
+
+def test_tensors_of_one_size_share_a_step():
+    nodes = [node("LeakyRelu", ["x"], ["t"], "t"), node("Concat", ["t", "z"], ["y"], "j", axis=1)]
+    sim = OnnxSim.from_float(make_model(nodes, {"x": ["n", 6], "z": ["n", 6]}, {"y": None}, {}), w8a8())
+    _, watched = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=True)
+    steps = {item.site: item.step for item in watched}
+    assert steps["x:input"] == steps["t:output"]
+    assert steps["x:input"] != steps["z:input"]
+
+
+def test_what_has_the_size_of_another_tensor():
+    found = SameSize({"one"})
+    for made in [
+        node("Relu", ["x"], ["r"]),
+        node("Transpose", ["r"], ["t"]),
+        node("Mul", ["x", "r"], ["square"]),
+        node("Mul", ["one", "x"], ["scaled"]),
+        node("Mul", ["x", "t"], ["wide"]),  # of [n, 1] and [1, n] comes [n, n]
+        node("Add", ["x", "bias"], ["sum"]),
+    ]:
+        found.add(made)
+    sizes = {name: found.of(name) for name in ("r", "t", "square", "scaled", "wide", "sum")}
+    assert sizes == {**dict.fromkeys(("r", "t", "square", "scaled"), "x"), "wide": "wide", "sum": "sum"}
