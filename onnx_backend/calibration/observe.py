@@ -44,6 +44,13 @@ class SessionCache:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[bool, int], _Observing] = {}
+        self._judged: tuple[ModelProto, bool] | None = None
+
+    def has_convolutions(self, marked: ModelProto) -> bool:
+        """Return what the function of that name does, which walks over the whole model."""
+        if self._judged is None or self._judged[0] is not marked:
+            self._judged = marked, has_convolutions(marked)
+        return self._judged[1]
 
     def open(
         self,
@@ -98,10 +105,9 @@ def observe(
     Raises:
         DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
     """
-    at_once = _AT_ONCE if length_hint(batches, _AT_ONCE) > 1 and _gains_by_more_at_once(marked, providers) else 1
-    session, watched = (sessions or SessionCache()).open(
-        marked, wanted, providers, sampled=chosen.reads_histogram, at_once=at_once
-    )
+    cache = sessions or SessionCache()
+    at_once = _AT_ONCE if length_hint(batches, _AT_ONCE) > 1 and _gains_by_more_at_once(cache, marked, providers) else 1
+    session, watched = cache.open(marked, wanted, providers, sampled=chosen.reads_histogram, at_once=at_once)
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     # an iterator may write a batch over the one before
     copied = at_once > 1 and not isinstance(batches, list | tuple)
@@ -123,13 +129,13 @@ def observe(
     return statistics
 
 
-def _gains_by_more_at_once(marked: ModelProto, providers: Providers) -> bool:
+def _gains_by_more_at_once(cache: SessionCache, marked: ModelProto, providers: Providers) -> bool:
     """Return whether two runs side by side, in half of the threads each, take less time than one after the other.
 
     Small models do: the runtime splits a convolution over threads, but not what calibration adds, and the threads wait
     for each other at every node. Large models do not, and would hold the activations of two batches.
     """
-    return providers == CPU_ONLY and cores() > 1 and has_convolutions(marked)
+    return providers == CPU_ONLY and cores() > 1 and cache.has_convolutions(marked)
 
 
 def _add_statistics(
