@@ -39,7 +39,7 @@ class _Observing:
 class SessionCache:
     """The sessions that observe a sim, with samples and without, kept until the observed sites change.
 
-    Those that run batches side by side have fewer threads than there are cores, one for each run beside another.
+    Those that run batches side by side have a thread less for every run beside the first: each run brings its own.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def observe(
 
 
 def _gains_by_more_at_once(cache: SessionCache, marked: ModelProto, providers: Providers) -> bool:
-    """Return whether two runs side by side, in half of the threads each, take less time than one after the other.
+    """Return whether two runs side by side, which share the threads, take less time than one after the other.
 
     Small models do: the runtime splits a convolution over threads, but not what calibration adds, and the threads wait
     for each other at every node. Large models do not, and would hold the activations of two batches.
