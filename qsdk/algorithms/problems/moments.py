@@ -108,8 +108,7 @@ class Moments:
         self._kept = 0  # rows in lanes and lots
         self._count = exponents(weight.new_tensor(max(bounds.count, 1.0))) + 1  # float32 products round
         self._x, self._difference = (exponents(v.to(weight.device)) for v in (bounds.x_quantized, bounds.difference))
-        # the largest W (X~ - X)
-        self._out = exponents(_largest_outputs(weight, bounds.difference.to(weight).double())) + 1
+        self._largest_difference = bounds.difference.to(weight)
         self._means = ExactSum([self._count, torch.stack([self._x, self._difference])])
         self._counts = torch.zeros(2, dtype=torch.float64, device=weight.device)
         self._gram: list[ExactSum] = []
@@ -226,8 +225,8 @@ class Moments:
 
         self._gram = blocks(self._x)
         if self._by_outputs:
-            linear = ExactSum([self._out[..., None], column, self._count])
-            self._others = [linear, ExactSum([2 * self._out, self._count])]
+            out = exponents(_largest_outputs(self._weight, self._largest_difference.double())) + 1
+            self._others = [ExactSum([out[..., None], column, self._count]), ExactSum([2 * out, self._count])]
         else:
             self._others = [ExactSum([self._difference[..., None], column, self._count]), *blocks(self._difference)]
 
@@ -235,13 +234,14 @@ class Moments:
         """Multiply the lots into the sums, so that memory does not grow with the data."""
         if not self._gram:
             self._start()
+        differ = bool(self._largest_difference.any())
         for lot in self._lots:
             self._kept -= sum(rows.x.shape[1] for rows in lot)
             weight = lot[0].weight if len({rows.weight for rows in lot}) == 1 else 1.0
             pairs = [(rows.x, rows.difference) for rows in lot]
             x, difference = _scaled(pairs, [rows.weight / weight for rows in lot])
             _add_gram(self._gram, x, weight)
-            if not difference.any():
+            if not differ:
                 continue
             if self._by_outputs:
                 out = difference @ self._weight.mT
