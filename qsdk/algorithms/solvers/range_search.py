@@ -15,8 +15,6 @@ from qsdk.core.ranges.ranges import range_of, scale_and_zero_point
 WIDE = 1 << 14
 #: Up to so many columns the rough loss decides alone: products of the columns with each other hardly matter.
 NARROW = 128
-#: The search for a unit ends at a range with so many times its lowest rough loss.
-HOPELESS = 2.0
 #: Elements that are quantized at a time: few enough to stay in a processor's cache.
 CACHED = 1 << 18
 
@@ -210,21 +208,56 @@ class _Descent:
 def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, step: int) -> Tensor:
     """Return the best of every `step`-th candidate of each unit, by the loss without products of different columns."""
     target, diagonal = loss.separable(block.weight)
-    best = torch.full((scales.shape[1],), len(scales) - 1, device=scales.device)
-    rows = max(CACHED // block.weight.shape[-1], 1)
-    for start in range(0, scales.shape[1], rows):
-        some = slice(start, start + rows)
-        lowest = torch.full_like(scales[0, some], torch.inf)
-        for index in range(len(scales) - 1, -1, -step):
-            scale, zero_point = scales[index, some, None], zero_points[index, some, None]
-            # a product, which is faster than a quotient and off by an ulp
-            points = clip_codes(block.weight[0, some] * (1 / scale), zero_point, *block.grid).mul_(scale)
-            result = points.sub_(target[0, some]).square_() @ diagonal[0]
-            if index > 0 and bool((result > HOPELESS * lowest).all()):
-                break
-            best[some] = torch.where(result < lowest, index, best[some])
-            lowest = torch.minimum(lowest, result)
-    return best
+    parts = []
+    for some in torch.split(torch.arange(scales.shape[1], device=scales.device), max(CACHED // target.shape[-1], 1)):
+        rows = slice(int(some[0]), int(some[-1]) + 1)
+        # copied, since the rows of a few columns lie far apart
+        search = _RoughSearch(block.weight[0, rows].contiguous(), target[0, rows], diagonal[0], block.grid)
+        parts.append(search.best(scales[:, rows], zero_points[:, rows], step))
+    return torch.cat(parts)
+
+
+class _RoughSearch:
+    """The search of each row's scale for the smallest `sum of diagonal * (fake_quantize(weight) - target)^2`."""
+
+    def __init__(self, weight: Tensor, target: Tensor, diagonal: Tensor, grid: tuple[float, float]) -> None:
+        self._weight, self._target, self._diagonal, self._grid = weight, target, diagonal, grid
+
+    def best(self, scales: Tensor, zero_points: Tensor, step: int) -> Tensor:
+        """Return the best of every `step`-th candidate of each row, from the last to the first; int64 [rows].
+
+        A row leaves the search once no grid that is left reaches far enough: by the distances of its targets from the
+        grids' ends alone, its loss would be above the lowest one.
+        """
+        end, (lo, hi) = len(scales) - 1, self._grid
+        order = torch.arange(end, 0, -step, device=scales.device)
+        low, high = ((code - zero_points) * scales for code in (lo, hi))
+        low, high = low[1:].cummin(0).values, high[1:].cummax(0).values  # from candidate 1 to each
+        best, lowest = torch.full_like(scales[0], end, dtype=torch.int64), torch.full_like(scales[0], torch.inf)
+        rows, weight, target = torch.arange(len(best), device=best.device), self._weight, self._target
+        while len(order) and len(rows):
+            some, order = order.tensor_split([max(CACHED // weight.numel(), 1)])
+            found, at = self._losses(weight, target, scales[some][:, rows], zero_points[some][:, rows]).min(0)
+            best[rows] = torch.where(found < lowest[rows], some[at], best[rows])
+            lowest[rows] = torch.minimum(lowest[rows], found)
+            if len(order):
+                least = self._least(target, low[order[0] - 1, rows], high[order[0] - 1, rows])
+                left = (least <= lowest[rows]).nonzero()[:, 0]
+                rows, weight, target = rows[left], weight[left], target[left]
+        same = torch.equal(scales[0], scales[end]) and torch.equal(zero_points[0], zero_points[end])
+        if end % step == 0 and not same:
+            best[self._losses(self._weight, self._target, scales[0], zero_points[0]) < lowest] = 0
+        return best
+
+    def _losses(self, weight: Tensor, target: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return the losses [..., rows] with grids [..., rows]."""
+        # a product, which is faster than a quotient and off by an ulp
+        points = clip_codes(weight * (1 / scale)[..., None], zero_point[..., None], *self._grid).mul_(scale[..., None])
+        return points.sub_(target).square_() @ self._diagonal
+
+    def _least(self, target: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Return the losses of points as near to the targets as ranges allow."""
+        return (target - target.clamp(low[:, None], high[:, None])).square_() @ self._diagonal
 
 
 def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: ScaleChoice) -> Tensor:
