@@ -15,6 +15,8 @@ from qsdk.core.ranges.ranges import range_of, scale_and_zero_point
 WIDE = 1 << 14
 #: Up to so many columns the rough loss decides alone: products of the columns with each other hardly matter.
 NARROW = 128
+#: Rows that are left in a search are copied where they are at most such a share.
+WORTH_COPYING = 0.75
 #: Elements that are quantized at a time: few enough to stay in a processor's cache.
 CACHED = 1 << 18
 
@@ -230,34 +232,40 @@ class _RoughSearch:
         grids' ends alone, its loss would be above the lowest one.
         """
         end, (lo, hi) = len(scales) - 1, self._grid
-        order = torch.arange(end, 0, -step, device=scales.device)
-        low, high = ((code - zero_points) * scales for code in (lo, hi))
-        low, high = low[1:].cummin(0).values, high[1:].cummax(0).values  # from candidate 1 to each
-        best, lowest = torch.full_like(scales[0], end, dtype=torch.int64), torch.full_like(scales[0], torch.inf)
-        rows, weight, target = torch.arange(len(best), device=best.device), self._weight, self._target
-        while len(order) and len(rows):
-            some, order = order.tensor_split([max(CACHED // weight.numel(), 1)])
-            found, at = self._losses(weight, target, scales[some][:, rows], zero_points[some][:, rows]).min(0)
-            best[rows] = torch.where(found < lowest[rows], some[at], best[rows])
+        scale, zero_point = (table.flip(0)[:end:step] for table in (scales, zero_points))
+        low, high = (lo - zero_point) * scale, (hi - zero_point) * scale
+        best, lowest = torch.zeros_like(scales[0], dtype=torch.int64), torch.full_like(scales[0], torch.inf)
+        rows, weight, target, start = torch.arange(len(best), device=best.device), self._weight, self._target, 0
+        while start < len(scale) and len(rows):
+            stop = start + max(CACHED // weight.numel(), 1)
+            found, at = self._losses(weight, target, scale[start:stop], zero_point[start:stop]).min(0)
+            best[rows] = torch.where(found < lowest[rows], at + start, best[rows])
             lowest[rows] = torch.minimum(lowest[rows], found)
-            if len(order):
-                least = self._least(target, low[order[0] - 1, rows], high[order[0] - 1, rows])
+            start = stop
+            if start < len(scale):
+                least = self._least(target, low[start:].amin(0), high[start:].amax(0))
                 left = (least <= lowest[rows]).nonzero()[:, 0]
-                rows, weight, target = rows[left], weight[left], target[left]
+                if len(left) < WORTH_COPYING * len(rows):
+                    rows, weight, target = rows[left], weight[left], target[left]
+                    scale, zero_point, low, high = (table[:, left] for table in (scale, zero_point, low, high))
+        best = end - step * best
         same = torch.equal(scales[0], scales[end]) and torch.equal(zero_points[0], zero_points[end])
         if end % step == 0 and not same:
-            best[self._losses(self._weight, self._target, scales[0], zero_points[0]) < lowest] = 0
+            found = self._losses(self._weight, self._target, scales[:1], zero_points[:1])[0]
+            best[found < lowest] = 0
         return best
 
     def _losses(self, weight: Tensor, target: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """Return the losses [..., rows] with grids [..., rows]."""
+        """Return the losses [candidates, rows] with grids [candidates, rows]."""
         # a product, which is faster than a quotient and off by an ulp
-        points = clip_codes(weight * (1 / scale)[..., None], zero_point[..., None], *self._grid).mul_(scale[..., None])
-        return points.sub_(target).square_() @ self._diagonal
+        points = clip_codes(weight * (1 / scale)[..., None], zero_point[..., None], *self._grid)
+        squares = points.mul_(scale[..., None]).sub_(target).square_()
+        return torch.stack([one @ self._diagonal for one in squares])  # faster than one product
 
     def _least(self, target: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """Return the losses of points as near to the targets as ranges allow."""
-        return (target - target.clamp(low[:, None], high[:, None])).square_() @ self._diagonal
+        reached = torch.maximum(torch.minimum(target, high[:, None]), low[:, None])  # faster than clamp with tensors
+        return reached.sub_(target).square_() @ self._diagonal
 
 
 def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: ScaleChoice) -> Tensor:
