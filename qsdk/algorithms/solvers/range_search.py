@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qsdk.algorithms.solvers.few_threads import one_thread_for
 from qsdk.algorithms.solvers.layer_losses import Loss, Quadratic
 from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.numerics.encoding import FloatArray
@@ -215,7 +216,8 @@ def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, s
         rows = slice(int(some[0]), int(some[-1]) + 1)
         # copied, since the rows of a few columns lie far apart
         search = _RoughSearch(block.weight[0, rows].contiguous(), target[0, rows], diagonal[0], block.grid)
-        parts.append(search.best(scales[:, rows], zero_points[:, rows], step))
+        with one_thread_for(target[0, rows]):
+            parts.append(search.best(scales[:, rows], zero_points[:, rows], step))
     return torch.cat(parts)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qsdk.algorithms.solvers.few_threads import one_thread_for
 from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
 from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
 from qsdk.algorithms.solvers.outputs import SampledOutputs
@@ -194,16 +195,17 @@ def _search(
     for columns in blocks:
         cell = cells[..., columns][..., 0]
         block = Block(problem.weight[..., columns], cell, _grid(problem), importance)
-        own, at = losses.of(columns), block.scales
-        choice = best_of(block, own, scales[:, at], zero_points[:, at])
-        best = scales[choice.index, at], zero_points[choice.index, at]
-        if not spec.symmetric:
-            best, choice = _search_ends(block, own, grids, shares.to(cells.device), choice, best)
-        if refine and isinstance(own, Quadratic) and spec.scales_are_free:
-            best, choice = _refine(block, own, *best, choice)
-        if losses is squared:
-            best, choice = _keep_if_worse(block, squared, columns, (scale[at], zero_point[at]), best, choice)
-        scale[at], zero_point[at] = best
+        with one_thread_for(block.weight):
+            own, at = losses.of(columns), block.scales
+            choice = best_of(block, own, scales[:, at], zero_points[:, at])
+            best = scales[choice.index, at], zero_points[choice.index, at]
+            if not spec.symmetric:
+                best, choice = _search_ends(block, own, grids, shares.to(cells.device), choice, best)
+            if refine and isinstance(own, Quadratic) and spec.scales_are_free:
+                best, choice = _refine(block, own, *best, choice)
+            if losses is squared:
+                best, choice = _keep_if_worse(block, squared, columns, (scale[at], zero_point[at]), best, choice)
+            scale[at], zero_point[at] = best
         losses.fix_columns(columns, choice.deviation, block.of_outputs(choice.losses))
     shape = encoding.scale.shape
     values = (
