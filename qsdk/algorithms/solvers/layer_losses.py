@@ -66,8 +66,8 @@ class SquaredLosses:
     now: Tensor
 
     def __init__(self, problem: LayerProblem, deviation: Tensor) -> None:
-        """Start from a deviation of the whole weight."""
-        self.deviation = deviation.clone()
+        """Start from a deviation of the whole weight, which is changed later."""
+        self.deviation = deviation
         self._problem, self._h, linear = problem, problem.g_quantized, problem.linear_term()
         product = deviation @ self._h
         self._drifts = problem.drift()

@@ -16,6 +16,9 @@ HELD_BACK = 4
 HALVINGS = 24
 #: share of the outputs' mean magnitude by which means may differ
 SAME = 1e-6
+#: outputs whose shifts are searched at a time: few enough for a processor's cache, and a multiple of those that torch
+#: adds up side by side, so that sums keep their bits
+AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class SampledOutputs:
         assert problem.samples is not None
         x, x_quantized = problem.samples
         bias = problem.weight.new_zeros(problem.weight.shape[:2]) if problem.bias is None else problem.bias
-        exact = x @ problem.weight.mT + bias[:, None]
+        exact = (x @ problem.weight.mT).add_(bias[:, None])
         judging = torch.arange(x.shape[1], device=x.device) % HELD_BACK == HELD_BACK - 1
         learning = ~judging
         judging = judging if bool(judging.any()) else learning
@@ -52,12 +55,13 @@ class SampledOutputs:
 
     def given(self, weight: Tensor) -> Tensor:
         """Return W~ x~ + b for each sample, [groups, rows, outputs], for W~ [groups, outputs, K]."""
-        return self.x_quantized @ weight.mT + self.bias[:, None]
+        result: Tensor = (self.x_quantized @ weight.mT).add_(self.bias[:, None])
+        return result
 
     def errors(self, given: Tensor) -> Tensor:
         """Return the squared error behind the function of each sample, [groups, rows, outputs]."""
-        errors: Tensor = (self.function(self.exact) - self.function(given)).square()
-        return errors
+        errors: Tensor = self.function(self.exact)
+        return errors.sub_(self.function(given)).square_()
 
     def falls(self, before: Tensor, after: Tensor) -> Tensor:
         """Return whether the error on the judging samples is smaller, bool [groups, outputs]."""
@@ -96,6 +100,11 @@ def matching_shift(function: Activation, exact: Tensor, given: Tensor) -> Tensor
     Returns:
         [groups, outputs].
     """
+    parts = zip(exact.split(AT_ONCE, -1), given.split(AT_ONCE, -1), strict=True)
+    return torch.cat([_matching_shift(function, one, other.contiguous()) for one, other in parts], -1)
+
+
+def _matching_shift(function: Activation, exact: Tensor, given: Tensor) -> Tensor:
     wanted = function(exact)
     target, tolerance = wanted.mean(1), SAME * wanted.abs().mean(1)
     missing = target - function(given).mean(1)

@@ -81,8 +81,10 @@ def solve(
         before = _before(problem, judged, old, errors)
         return Solution(problem.encoding, None, before, before, note=note)
     better = _better(judged, cells, loss, (old, result.weight), (errors, result.errors))
-    encoding = result.encoding if better.all() else _merge_encodings(problem.encoding, result.encoding, cells[~better])
-    new = torch.where(better[..., None], result.weight, old)
+    encoding, new = result.encoding, result.weight
+    if not better.all():
+        encoding = _merge_encodings(problem.encoding, encoding, cells[~better])
+        new = torch.where(better[..., None], new, old)
     if behind:
         return _shifted_behind(problem, encoding, old, new)
     before = _before(problem, judged, old, errors)
