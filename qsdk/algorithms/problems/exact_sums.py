@@ -7,6 +7,8 @@ from torch import Tensor
 
 #: Bits between the bound of a sum and the unit that its terms are rounded to: 52, and 3 of headroom.
 _BITS, _HEADROOM = 52, 3
+#: Elements that are added at a time.
+_PART = 1 << 18
 #: Moves terms that lie half-way between two multiples of the unit off that place.
 _NO_TIES = 1 + 2.0**-52
 
@@ -49,7 +51,13 @@ class ExactSum:
         Rounding half-way cases to even would look at the other terms, so there are none: a term that is so small is
         made larger by 2^-52 of itself.
         """
-        self._total.add_(term, alpha=_NO_TIES)
+        if term.numel() <= _PART:
+            self._total.add_(term, alpha=_NO_TIES)
+            return
+        # in parts, since torch makes a float64 copy of the term
+        rows = max(_PART * term.shape[-2] // term.numel(), 1)
+        for total, part in zip(self._total.split(rows, -2), term.split(rows, -2), strict=True):
+            total.add_(part, alpha=_NO_TIES)
 
     def value(self) -> Tensor:
         """Return the sum, float64; sums of such values over ranks are exact as well."""
