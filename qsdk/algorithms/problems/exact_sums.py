@@ -1,5 +1,6 @@
 """Sums whose bits do not depend on the order of their terms, so that ranks may add them up in any order."""
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -43,21 +44,20 @@ class ExactSum:
         # the offset of each element is their product, exact since all but one are powers of two
         self._offset = _power_of_two(bounds[largest]), others
         self._total = self._offset[0] * self._offset[1]
+        self._adding = threading.Lock()
 
     def add(self, term: Tensor) -> None:
-        """Add a float32 tensor.
+        """Add a float32 matrix, or several; several threads may add at the same time.
 
         The total sits on an offset so large that its last bit is the unit: the addition itself rounds the term.
         Rounding half-way cases to even would look at the other terms, so there are none: a term that is so small is
         made larger by 2^-52 of itself.
         """
-        if term.numel() <= _PART:
-            self._total.add_(term, alpha=_NO_TIES)
-            return
         # in parts, since torch makes a float64 copy of the term
-        rows = max(_PART * term.shape[-2] // term.numel(), 1)
-        for total, part in zip(self._total.split(rows, -2), term.split(rows, -2), strict=True):
-            total.add_(part, alpha=_NO_TIES)
+        rows = term.shape[-2] if term.numel() <= _PART else max(_PART * term.shape[-2] // term.numel(), 1)
+        with self._adding:
+            for total, part in zip(torch.split(self._total, rows, -2), torch.split(term, rows, -2), strict=True):
+                total.add_(part, alpha=_NO_TIES)
 
     def value(self) -> Tensor:
         """Return the sum, float64; sums of such values over ranks are exact as well."""

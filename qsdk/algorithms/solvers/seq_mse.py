@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.solvers.few_threads import one_thread_for
 from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
 from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
 from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.range_search import Block, Grids, ScaleChoice, best_of, least_squares, on_grid
+from qsdk.algorithms.threads import one_thread_for, side_by_side
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales
@@ -26,6 +27,8 @@ TABLE = 1 << 19
 SAMPLES = 1024
 #: Rows per input for the squared error: few are enough, since scales are far fewer than weights.
 ROWS = 2
+#: Outputs whose shifts are found at a time.
+OUTPUTS = 512
 ACROSS_GROUPS = "its blocks reach across groups; let the block size divide a group's channels"
 
 
@@ -105,10 +108,19 @@ def _shifted_behind(problem: LayerProblem, encoding: Encoding, old: Tensor, new:
     To restore the mean in front of it would raise outputs that the function clips, and leave fewer of them above 0. The
     errors are those behind the function, on samples.
     """
-    outputs = SampledOutputs.of(problem)
-    before = outputs.relative(outputs.errors(outputs.given(old)))
-    shift, errors = outputs.corrected(outputs.given(new))
-    return Solution(encoding, None, before, outputs.relative(errors), bias_shift=shift)
+
+    def solved(start: int) -> tuple[Tensor, tuple[float, ...]]:
+        some = slice(start, start + OUTPUTS)
+        outputs = SampledOutputs.of(problem, some)
+        before = float(outputs.errors(outputs.given(old[:, some])).sum())
+        shift, errors = outputs.corrected(outputs.given(new[:, some]))
+        return shift, (before, float(errors.sum()), outputs.energy())
+
+    starts = range(0, new.shape[1], OUTPUTS)
+    shifts, sums = zip(*side_by_side([partial(solved, start) for start in starts], new.device), strict=True)
+    before, after, energy = (sum(each) for each in zip(*sums, strict=True))
+    before, after = (value / energy if energy > 0 else 0.0 for value in (before, after))
+    return Solution(encoding, None, before, after, bias_shift=torch.cat(shifts, 1))
 
 
 def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, refine: bool) -> Solution:
@@ -307,7 +319,8 @@ def _better(
     own = [AbsoluteLosses(problem, weight - problem.weight).now() for weight in weights] if loss == "l1" else errors
     pairs = [own]
     if problem.held_back is not None:
-        pairs.append([problem.held_back.errors(weight) for weight in weights])
+        tasks = [partial(problem.held_back.errors, weight) for weight in weights]
+        pairs.append(side_by_side(tasks, weights[0].device))
     better = torch.ones_like(errors[0], dtype=torch.bool)
     shared = int(torch.bincount(cells[..., 0].flatten()).max()) > 1
     importance = _importance(problem) if loss == "sqnr" and shared else torch.ones_like(errors[0])
