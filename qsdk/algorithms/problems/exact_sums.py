@@ -47,16 +47,17 @@ class ExactSum:
         self._adding = threading.Lock()
 
     def add(self, term: Tensor) -> None:
-        """Add a float32 matrix, or several; several threads may add at the same time.
+        """Add a float32 tensor; several threads may add at the same time.
 
         The total sits on an offset so large that its last bit is the unit: the addition itself rounds the term.
         Rounding half-way cases to even would look at the other terms, so there are none: a term that is so small is
         made larger by 2^-52 of itself.
         """
         # in parts, since torch makes a float64 copy of the term
-        rows = term.shape[-2] if term.numel() <= _PART else max(_PART * term.shape[-2] // term.numel(), 1)
+        axis = max(term.dim() - 2, 0)
+        rows = max(_PART * term.shape[axis] // max(term.numel(), 1), 1)
         with self._adding:
-            for total, part in zip(torch.split(self._total, rows, -2), torch.split(term, rows, -2), strict=True):
+            for total, part in zip(torch.split(self._total, rows, axis), torch.split(term, rows, axis), strict=True):
                 total.add_(part, alpha=_NO_TIES)
 
     def value(self) -> Tensor:
