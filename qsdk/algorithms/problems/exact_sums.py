@@ -1,6 +1,5 @@
 """Sums whose bits do not depend on the order of their terms, so that ranks may add them up in any order."""
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -44,10 +43,9 @@ class ExactSum:
         # the offset of each element is their product, exact since all but one are powers of two
         self._offset = _power_of_two(bounds[largest]), others
         self._total = self._offset[0] * self._offset[1]
-        self._adding = threading.Lock()
 
     def add(self, term: Tensor) -> None:
-        """Add a float32 tensor; several threads may add at the same time.
+        """Add a float32 tensor.
 
         The total sits on an offset so large that its last bit is the unit: the addition itself rounds the term.
         Rounding half-way cases to even would look at the other terms, so there are none: a term that is so small is
@@ -56,9 +54,8 @@ class ExactSum:
         # in parts, since torch makes a float64 copy of the term
         axis = max(term.dim() - 2, 0)
         rows = max(_PART * term.shape[axis] // max(term.numel(), 1), 1)
-        with self._adding:
-            for total, part in zip(torch.split(self._total, rows, axis), torch.split(term, rows, axis), strict=True):
-                total.add_(part, alpha=_NO_TIES)
+        for total, part in zip(torch.split(self._total, rows, axis), torch.split(term, rows, axis), strict=True):
+            total.add_(part, alpha=_NO_TIES)
 
     def value(self) -> Tensor:
         """Return the sum, float64; sums of such values over ranks are exact as well."""

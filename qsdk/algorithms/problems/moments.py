@@ -2,21 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.problems.exact_sums import ExactSum, exponents
-from qsdk.algorithms.threads import side_by_side
 
 #: Rows per matrix product: enough to run at full speed.
 FOLD = 256
 #: Batches whose rows are not multiplied together, so that as many ranks multiply the same rows together as one does.
 LANES = 8
-#: Lots that are multiplied side by side.
-LOTS = 2
 #: Upper bound of pending elements: 64 MiB of float32.
 CHUNK = 1 << 24
 #: Matrices of at least so many columns are summed as lower triangles of blocks: 9/16 of the work.
@@ -113,7 +109,6 @@ class Moments:
         self._count = exponents(weight.new_tensor(max(bounds.count, 1.0))) + 1  # float32 products round
         self._x, self._difference = (exponents(v.to(weight.device)) for v in (bounds.x_quantized, bounds.difference))
         self._largest_difference = bounds.difference.to(weight)
-        self._differ = bool(self._largest_difference.any())
         self._means = ExactSum([self._count, torch.stack([self._x, self._difference])])
         self._counts = torch.zeros(2, dtype=torch.float64, device=weight.device)
         self._gram: list[ExactSum] = []
@@ -143,7 +138,7 @@ class Moments:
             if waiting >= FOLD or waiting * self._elements > CHUNK // LANES:
                 self._lots.append(lane.copy())
                 lane.clear()
-            if (self._gram and len(self._lots) >= LOTS) or (not self._gram and self._many(self._kept)):
+            if self._gram or self._many(self._kept):
                 self._multiply_lots()
         return True
 
@@ -239,24 +234,23 @@ class Moments:
         """Multiply the lots into the sums, so that memory does not grow with the data."""
         if not self._gram:
             self._start()
-        side_by_side([partial(self._multiply, lot) for lot in self._lots], self._weight.device)
-        self._kept -= sum(rows.x.shape[1] for lot in self._lots for rows in lot)
+        differ = bool(self._largest_difference.any())
+        for lot in self._lots:
+            self._kept -= sum(rows.x.shape[1] for rows in lot)
+            weight = lot[0].weight if len({rows.weight for rows in lot}) == 1 else 1.0
+            pairs = [(rows.x, rows.difference) for rows in lot]
+            x, difference = _scaled(pairs, [rows.weight / weight for rows in lot])
+            _add_gram(self._gram, x, weight)
+            if not differ:
+                continue
+            if self._by_outputs:
+                out = difference @ self._weight.mT
+                self._others[0].add(_product(out.mT, x, -weight))
+                self._others[1].add(out.square_().sum(1).mul_(weight))
+            else:
+                self._others[0].add(_product(difference.mT, x, weight))
+                _add_gram(self._others[1:], difference, weight)
         self._lots = []
-
-    def _multiply(self, lot: Sequence[_Rows]) -> None:
-        weight = lot[0].weight if len({rows.weight for rows in lot}) == 1 else 1.0
-        pairs = [(rows.x, rows.difference) for rows in lot]
-        x, difference = _scaled(pairs, [rows.weight / weight for rows in lot])
-        _add_gram(self._gram, x, weight)
-        if not self._differ:
-            return
-        if self._by_outputs:
-            out = difference @ self._weight.mT
-            self._others[0].add(_product(out.mT, x, -weight))
-            self._others[1].add(out.square_().sum(1).mul_(weight))
-        else:
-            self._others[0].add(_product(difference.mT, x, weight))
-            _add_gram(self._others[1:], difference, weight)
 
 
 def _largest_outputs(weight: Tensor, largest: Tensor) -> Tensor:

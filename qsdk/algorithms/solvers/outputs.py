@@ -42,13 +42,12 @@ class SampledOutputs:
     learning: Tensor
 
     @classmethod
-    def of(cls, problem: LayerProblem, outputs: slice = slice(None)) -> "SampledOutputs":
-        """Return all or some outputs of a problem on torch, with samples."""
+    def of(cls, problem: LayerProblem) -> "SampledOutputs":
+        """Return the outputs of a problem on torch, with samples."""
         assert problem.samples is not None
         x, x_quantized = problem.samples
-        weight = problem.weight[:, outputs]
-        bias = weight.new_zeros(weight.shape[:2]) if problem.bias is None else problem.bias[:, outputs]
-        exact = (x @ weight.mT).add_(bias[:, None])
+        bias = problem.weight.new_zeros(problem.weight.shape[:2]) if problem.bias is None else problem.bias
+        exact = (x @ problem.weight.mT).add_(bias[:, None])
         judging = torch.arange(x.shape[1], device=x.device) % HELD_BACK == HELD_BACK - 1
         learning = ~judging
         judging = judging if bool(judging.any()) else learning
@@ -86,12 +85,8 @@ class SampledOutputs:
 
     def relative(self, errors: Tensor) -> float:
         """Return errors relative to the energy of the float model's outputs; 0 where these are all 0."""
-        energy = self.energy()
+        energy = float(self.function(self.exact).square().sum())
         return float(errors.sum()) / energy if energy > 0 else 0.0
-
-    def energy(self) -> float:
-        """Return the energy of the float model's outputs behind the function."""
-        return float(self.function(self.exact).square().sum())
 
 
 def matching_shift(function: Activation, exact: Tensor, given: Tensor) -> Tensor:

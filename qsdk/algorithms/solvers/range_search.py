@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qsdk.algorithms.solvers.few_threads import one_thread_for
 from qsdk.algorithms.solvers.layer_losses import Loss, Quadratic
-from qsdk.algorithms.threads import one_thread_for
 from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.numerics.encoding import FloatArray
 from qsdk.core.ranges.ranges import range_of, scale_and_zero_point

@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qsdk.algorithms.solvers.few_threads import one_thread_for
 from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
 from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
 from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.range_search import Block, Grids, ScaleChoice, best_of, least_squares, on_grid
-from qsdk.algorithms.threads import one_thread_for, side_by_side
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales
@@ -27,8 +26,6 @@ TABLE = 1 << 19
 SAMPLES = 1024
 #: Rows per input for the squared error: few are enough, since scales are far fewer than weights.
 ROWS = 2
-#: Outputs whose shifts are found at a time.
-OUTPUTS = 512
 ACROSS_GROUPS = "its blocks reach across groups; let the block size divide a group's channels"
 
 
@@ -84,10 +81,8 @@ def solve(
         before = _before(problem, judged, old, errors)
         return Solution(problem.encoding, None, before, before, note=note)
     better = _better(judged, cells, loss, (old, result.weight), (errors, result.errors))
-    encoding, new = result.encoding, result.weight
-    if not better.all():
-        encoding = _merge_encodings(problem.encoding, encoding, cells[~better])
-        new = torch.where(better[..., None], new, old)
+    encoding = result.encoding if better.all() else _merge_encodings(problem.encoding, result.encoding, cells[~better])
+    new = result.weight if better.all() else torch.where(better[..., None], result.weight, old)
     if behind:
         return _shifted_behind(problem, encoding, old, new)
     before = _before(problem, judged, old, errors)
@@ -108,19 +103,10 @@ def _shifted_behind(problem: LayerProblem, encoding: Encoding, old: Tensor, new:
     To restore the mean in front of it would raise outputs that the function clips, and leave fewer of them above 0. The
     errors are those behind the function, on samples.
     """
-
-    def solved(start: int) -> tuple[Tensor, tuple[float, ...]]:
-        some = slice(start, start + OUTPUTS)
-        outputs = SampledOutputs.of(problem, some)
-        before = float(outputs.errors(outputs.given(old[:, some])).sum())
-        shift, errors = outputs.corrected(outputs.given(new[:, some]))
-        return shift, (before, float(errors.sum()), outputs.energy())
-
-    starts = range(0, new.shape[1], OUTPUTS)
-    shifts, sums = zip(*side_by_side([partial(solved, start) for start in starts], new.device), strict=True)
-    before, after, energy = (sum(each) for each in zip(*sums, strict=True))
-    before, after = (value / energy if energy > 0 else 0.0 for value in (before, after))
-    return Solution(encoding, None, before, after, bias_shift=torch.cat(shifts, 1))
+    outputs = SampledOutputs.of(problem)
+    before = outputs.relative(outputs.errors(outputs.given(old)))
+    shift, errors = outputs.corrected(outputs.given(new))
+    return Solution(encoding, None, before, outputs.relative(errors), bias_shift=shift)
 
 
 def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, refine: bool) -> Solution:
@@ -319,8 +305,7 @@ def _better(
     own = [AbsoluteLosses(problem, weight - problem.weight).now() for weight in weights] if loss == "l1" else errors
     pairs = [own]
     if problem.held_back is not None:
-        tasks = [partial(problem.held_back.errors, weight) for weight in weights]
-        pairs.append(side_by_side(tasks, weights[0].device))
+        pairs.append([problem.held_back.errors(weight) for weight in weights])
     better = torch.ones_like(errors[0], dtype=torch.bool)
     shared = int(torch.bincount(cells[..., 0].flatten()).max()) > 1
     importance = _importance(problem) if loss == "sqnr" and shared else torch.ones_like(errors[0])
