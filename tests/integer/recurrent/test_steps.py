@@ -3,70 +3,12 @@
 import numpy as np
 import pytest
 from integer_comparison import compare, noise, refused
-from integer_models import INT4, INT8, UINT8, Net, run, simulate
-from onnx import TensorProto, helper, numpy_helper
+from integer_models import INT4, INT8, Net, run, simulate
+from onnx import helper, numpy_helper
+from recurrent_models import BATCH, ENCODING, GATES, HIDDEN, INPUT, LENGTH, OUT, feeds, growing_cell, network, weights
 
-import onnx_backend
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.files import write_integer
-from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.verify.integer_only import integer_findings
-from qsdk.core.errors import IntegerError
-
-GATES = {"LSTM": 4, "GRU": 3}
-LENGTH, BATCH, INPUT, HIDDEN = 4, 3, 6, 5
-ENCODING, OUT, CELL = (0.031, 119, UINT8), (1 / 127, 128, UINT8), (0.0271, 128, UINT8)
-
-
-def weights(net, op, *, directions=1, granularity="tensor", dtype=INT8, size=1.0, bias=True):
-    """W, R and B: integers behind DequantizeLinear with gates that neither vanish nor saturate."""
-    lo, hi = {INT8: (-128, 127), INT4: (-8, 7)}[dtype]
-    found = []
-    for depth in (INPUT, HIDDEN):
-        rows = GATES[op] * HIDDEN
-        stored = net.rng.integers(lo, hi + 1, (directions, rows, depth))
-        stored = stored if dtype == INT4 else stored.astype(np.int8)
-        shape = {"tensor": (), "row": (rows,), "direction": (directions,)}[granularity]
-        scale = (net.rng.uniform(0.7, 1.3, shape) * size / hi / np.sqrt(depth)).astype(np.float32)
-        attrs = {"tensor": {}, "row": {"axis": 1}, "direction": {"axis": 0}}[granularity]
-        tensor = net.const(stored, "weight", dtype)
-        found.append(net.op("DequantizeLinear", tensor, net.const(scale), **attrs))
-    values = net.rng.normal(0, 0.3, (directions, 2 * GATES[op] * HIDDEN)).astype(np.float32)
-    return [*found, net.const(values) if bias else ""]
-
-
-def network(
-    op, *, initial=None, direction="forward", outputs=(0,), length=LENGTH, encoding=ENCODING, seed=0, **options
-):
-    attrs = {key: options.pop(key) for key in ("linear_before_reset", "activations", "layout") if key in options}
-    net = Net(seed)
-    directions = 1 + (direction == "bidirectional")
-    x = net.qdq(net.input([length, "n", INPUT]), *encoding)
-    operands = [x, *weights(net, op, directions=directions, **options)]
-    shape = (directions, BATCH, HIDDEN)
-    states = {"LSTM": 2, "GRU": 1}[op]
-    if initial == "zeros":
-        operands += ["", *(net.const(np.zeros(shape, np.float32)) for _ in range(states))]
-    elif initial == "constants":
-        operands += ["", *(net.const(noise(shape, 0.8, 7 + i)) for i in range(states))]
-    elif initial == "quantized":
-        operands += ["", *(net.qdq(net.input(shape, f"s{i}"), 0.0113, 120 + i) for i in range(states))]
-    counts = {"LSTM": 3, "GRU": 2}[op]
-    names = net.op(op, *operands, outputs=counts, hidden_size=HIDDEN, direction=direction, **attrs)
-    shapes = [[length, directions, "n", HIDDEN], list(shape), list(shape)]
-    encodings = [OUT, OUT, CELL]
-    for i in outputs:
-        net.output(net.qdq(names[i], *encodings[i]), [None if d == "n" else d for d in shapes[i]][:4], f"y{i}")
-    return net.model()
-
-
-def feeds(initial=None, direction="forward", op="LSTM", length=LENGTH, seed=3):
-    found = {"x": noise((length, BATCH, INPUT), 1.5, seed)}
-    if initial == "quantized":
-        for i in range({"LSTM": 2, "GRU": 1}[op]):
-            found[f"s{i}"] = noise((1 + (direction == "bidirectional"), BATCH, HIDDEN), 0.6, seed + i)
-    return found
 
 
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
@@ -182,17 +124,6 @@ def test_long_sequences_stay_close_whatever_is_proven(op):
     assert (steps > 0.5).mean() < 0.005
 
 
-def growing_cell(length):
-    """Gates wide open: the cell reaches the sequence's length, its proven bound."""
-    net = Net()
-    x = net.qdq(net.input([length, 1, 1]), 1.0, 0)
-    w = net.op("DequantizeLinear", net.const(np.full((1, 4, 1), 100, np.int8)), net.const(np.float32(1.0)))
-    r = net.op("DequantizeLinear", net.const(np.zeros((1, 4, 1), np.int8)), net.const(np.float32(1.0)))
-    _, _, cell = net.op("LSTM", x, w, r, outputs=3, hidden_size=1)
-    net.output(net.qdq(cell, 0.1, 3), [1, 1, 1])
-    return net.model()
-
-
 def test_a_cell_that_grows_at_every_step():
     found = run(convert(growing_cell(20)).model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
     np.testing.assert_allclose(found, 20.0, atol=0.11)
@@ -251,87 +182,6 @@ def test_sums_beyond_the_tables_in_32_bits(op):
     np.testing.assert_array_equal(run(standard, given)["y0"], run(portable, given)["y0"])
 
 
-# --- sequences of open length -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
-@pytest.mark.parametrize(
-    ("direction", "initial", "granularity"),
-    [("forward", None, "tensor"), ("reverse", "constants", "row"), ("bidirectional", "quantized", "direction")],
-)
-def test_open_lengths_are_the_same_steps_as_fixed_ones(op, direction, initial, granularity):
-    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
-    attrs |= {"direction": direction, "initial": initial, "granularity": granularity}
-    op = op.split()[0]
-    attrs |= {"outputs": (0, 1, 2) if op == "LSTM" else (0, 1)}
-    result = compare(network(op, length="t", **attrs), feeds(initial, direction, op), tolerance=0.02)
-    scans = [node for node in result.model.graph.node if node.op_type == "Scan"]
-    assert len(scans) == 1 + (direction == "bidirectional")
-    for length in (1, 9):
-        given = feeds(initial, direction, op, length=length)
-        open_length, fixed = (run(convert(network(op, length=n, **attrs)).model, given) for n in ("t", length))
-        for name, found in fixed.items():
-            steps = np.abs(open_length[name] - found) / (CELL if name == "y2" else OUT)[0]
-            assert steps.max() < 1.01  # a cell whose bound is unknown has fewer fraction bits
-            assert (steps > 0.5).mean() <= 0.02
-
-
-@pytest.mark.parametrize("op", ["LSTM", "GRU"])
-def test_the_certificate_states_the_error_of_lengths(op):
-    row = convert(network(op, length="t")).certificate["requantizations"][0]
-    by_length = {int(n): error for n, error in row["state_error_by_length"].items()}
-    assert list(by_length) == [1 << i for i in range(13)]
-    assert sorted(by_length.values()) == list(by_length.values())
-    assert max(by_length.values()) / OUT[0] <= row["error_bound"]
-    fixed = convert(network(op, length=4)).certificate["requantizations"][0]
-    assert fixed["error_bound"] / 2 < by_length[4] / OUT[0] < 4 * fixed["error_bound"]  # its cells have 4 bits less
-
-
-def test_a_long_sequence_of_open_length():
-    model = network("LSTM", length="t", size=3.0)
-    found = run(convert(model).model, feeds(length=300))["y0"]
-    steps = np.abs(found - simulate(model, feeds(length=300))["y0"]) / OUT[0]
-    assert steps.max() < 1.01
-    assert (steps > 0.5).mean() < 0.01
-
-
-def test_a_cell_that_grows_in_a_sequence_of_open_length():
-    model = growing_cell("t")
-    result = convert(model)
-    assert any("at most 4096 steps" in note for note in result.certificate["assumed"])
-    found = run(result.model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
-    np.testing.assert_allclose(found, 20.0, atol=0.11)
-
-
-def test_a_float_in_the_body_of_a_scan_is_found():
-    model = convert(network("GRU", length="t")).model
-    assert integer_findings(model) == []
-    body = next(n for n in model.graph.node if n.op_type == "Scan").attribute[0].g
-    body.node.append(helper.make_node("Cast", [body.input[0].name], ["astray"], name="astray", to=TensorProto.FLOAT))
-    assert [(f.kind, f.where) for f in integer_findings(model)] == [("float tensor", "astray")]
-
-
-def test_a_sequence_of_open_length_is_refused_by_the_portable_target():
-    refused(network("GRU", length="t"), "Scan", "give them: shapes=", target="portable")
-
-
-@pytest.mark.parametrize("length", [LENGTH, "t"])
-def test_the_onnx_backend_runs_it(length):
-    model = convert(network("GRU", length=length)).model
-    (found,) = onnx_backend.prepare(model).run([feeds()["x"]])
-    np.testing.assert_array_equal(found, run(model, feeds())["y0"])
-
-
-def test_firmware_has_no_scan(tmp_path):
-    model = network("GRU", length="t")
-    with pytest.raises(IntegerError, match="firmware has no loops, and the length of the sequence of 'node_gru"):
-        firmware_file(convert(model), tmp_path / "program.npz")
-    out = tmp_path / "model.onnx"
-    report = write_integer(model, out, data=[feeds()], firmware=tmp_path / "program.npz", progress=False)
-    assert report.summary["fixed_shapes"]["x"][0] == LENGTH  # of the data, as nothing else will do
-    assert (tmp_path / "program.npz").exists()
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -380,4 +230,3 @@ def test_a_bias_that_is_computed_is_refused():
     y, _, _ = net.op("LSTM", x, *weights(net, "LSTM")[:2], bias, outputs=3, hidden_size=HIDDEN)
     net.output(net.qdq(y, *OUT), [LENGTH, 1, BATCH, HIDDEN])
     refused(net, "its bias is not a constant", "initializer")
-    assert TensorProto.FLOAT

@@ -1,0 +1,93 @@
+"""LSTM and GRU of open length: a Scan on integers, against unrolled steps, and what has no Scan."""
+
+import numpy as np
+import pytest
+from integer_comparison import compare, refused
+from integer_models import run, simulate
+from onnx import TensorProto, helper
+from recurrent_models import CELL, LENGTH, OUT, feeds, growing_cell, network
+
+import onnx_backend
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.files import write_integer
+from onnx_backend.integer.firmware.files import firmware_file
+from onnx_backend.integer.verify.integer_only import integer_findings
+from qsdk.core.errors import IntegerError
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize(
+    ("direction", "initial", "granularity"),
+    [("forward", None, "tensor"), ("reverse", "constants", "row"), ("bidirectional", "quantized", "direction")],
+)
+def test_open_lengths_are_the_same_steps_as_fixed_ones(op, direction, initial, granularity):
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    attrs |= {"direction": direction, "initial": initial, "granularity": granularity}
+    op = op.split()[0]
+    attrs |= {"outputs": (0, 1, 2) if op == "LSTM" else (0, 1)}
+    result = compare(network(op, length="t", **attrs), feeds(initial, direction, op), tolerance=0.02)
+    scans = [node for node in result.model.graph.node if node.op_type == "Scan"]
+    assert len(scans) == 1 + (direction == "bidirectional")
+    for length in (1, 9):
+        given = feeds(initial, direction, op, length=length)
+        open_length, fixed = (run(convert(network(op, length=n, **attrs)).model, given) for n in ("t", length))
+        for name, found in fixed.items():
+            steps = np.abs(open_length[name] - found) / (CELL if name == "y2" else OUT)[0]
+            assert steps.max() < 1.01  # a cell whose bound is unknown has fewer fraction bits
+            assert (steps > 0.5).mean() <= 0.02
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_the_certificate_states_the_error_of_lengths(op):
+    row = convert(network(op, length="t")).certificate["requantizations"][0]
+    by_length = {int(n): error for n, error in row["state_error_by_length"].items()}
+    assert list(by_length) == [1 << i for i in range(13)]
+    assert sorted(by_length.values()) == list(by_length.values())
+    assert max(by_length.values()) / OUT[0] <= row["error_bound"]
+    fixed = convert(network(op, length=4)).certificate["requantizations"][0]
+    assert fixed["error_bound"] / 2 < by_length[4] / OUT[0] < 4 * fixed["error_bound"]  # its cells have 4 bits less
+
+
+def test_a_long_sequence_of_open_length():
+    model = network("LSTM", length="t", size=3.0)
+    found = run(convert(model).model, feeds(length=300))["y0"]
+    steps = np.abs(found - simulate(model, feeds(length=300))["y0"]) / OUT[0]
+    assert steps.max() < 1.01
+    assert (steps > 0.5).mean() < 0.01
+
+
+def test_a_cell_that_grows_in_a_sequence_of_open_length():
+    model = growing_cell("t")
+    result = convert(model)
+    assert any("at most 4096 steps" in note for note in result.certificate["assumed"])
+    found = run(result.model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
+    np.testing.assert_allclose(found, 20.0, atol=0.11)
+
+
+def test_a_float_in_the_body_of_a_scan_is_found():
+    model = convert(network("GRU", length="t")).model
+    assert integer_findings(model) == []
+    body = next(n for n in model.graph.node if n.op_type == "Scan").attribute[0].g
+    body.node.append(helper.make_node("Cast", [body.input[0].name], ["astray"], name="astray", to=TensorProto.FLOAT))
+    assert [(f.kind, f.where) for f in integer_findings(model)] == [("float tensor", "astray")]
+
+
+def test_a_sequence_of_open_length_is_refused_by_the_portable_target():
+    refused(network("GRU", length="t"), "Scan", "give them: shapes=", target="portable")
+
+
+@pytest.mark.parametrize("length", [LENGTH, "t"])
+def test_the_onnx_backend_runs_it(length):
+    model = convert(network("GRU", length=length)).model
+    (found,) = onnx_backend.prepare(model).run([feeds()["x"]])
+    np.testing.assert_array_equal(found, run(model, feeds())["y0"])
+
+
+def test_firmware_has_no_scan(tmp_path):
+    model = network("GRU", length="t")
+    with pytest.raises(IntegerError, match="firmware has no loops, and the length of the sequence of 'node_gru"):
+        firmware_file(convert(model), tmp_path / "program.npz")
+    out = tmp_path / "model.onnx"
+    report = write_integer(model, out, data=[feeds()], firmware=tmp_path / "program.npz", progress=False)
+    assert report.summary["fixed_shapes"]["x"][0] == LENGTH  # of the data, as nothing else will do
+    assert (tmp_path / "program.npz").exists()
