@@ -46,7 +46,7 @@ def test_every_integer_is_found_within_the_stated_error(exponent, size, fraction
         part = np.s_[..., column : column + count]
         wanted = FUNCTIONS[name](x[part] * unit)
         assert np.abs(found[part] - wanted).max() <= table.error(name, 0.0)
-        assert table.error(name, 0.0) < 2.0 ** -min(fraction - 1, 20)
+        assert table.error(name, 0.0) < 2.0 ** -min(fraction - 2, 19)
         column += count
 
 
