@@ -27,7 +27,16 @@ def weights(net, op, *, directions=1, granularity="tensor", dtype=INT8, size=1.0
 
 
 def network(
-    op, *, initial=None, direction="forward", outputs=(0,), length=LENGTH, encoding=ENCODING, seed=0, **options
+    op,
+    *,
+    initial=None,
+    direction="forward",
+    outputs=(0,),
+    length=LENGTH,
+    encoding=ENCODING,
+    seed=0,
+    states=0.8,
+    **options,
 ):
     attrs = {key: options.pop(key) for key in ("linear_before_reset", "activations", "layout") if key in options}
     net = Net(seed)
@@ -35,13 +44,13 @@ def network(
     x = net.qdq(net.input([length, "n", INPUT]), *encoding)
     operands = [x, *weights(net, op, directions=directions, **options)]
     shape = (directions, BATCH, HIDDEN)
-    states = {"LSTM": 2, "GRU": 1}[op]
+    count, size = {"LSTM": 2, "GRU": 1}[op], states
     if initial == "zeros":
-        operands += ["", *(net.const(np.zeros(shape, np.float32)) for _ in range(states))]
+        operands += ["", *(net.const(np.zeros(shape, np.float32)) for _ in range(count))]
     elif initial == "constants":
-        operands += ["", *(net.const(noise(shape, 0.8, 7 + i)) for i in range(states))]
+        operands += ["", *(net.const(noise(shape, size, 7 + i)) for i in range(count))]
     elif initial == "quantized":
-        operands += ["", *(net.qdq(net.input(shape, f"s{i}"), 0.0113, 120 + i) for i in range(states))]
+        operands += ["", *(net.qdq(net.input(shape, f"s{i}"), 0.0113, 120 + i) for i in range(count))]
     counts = {"LSTM": 3, "GRU": 2}[op]
     names = net.op(op, *operands, outputs=counts, hidden_size=HIDDEN, direction=direction, **attrs)
     shapes = [[length, directions, "n", HIDDEN], list(shape), list(shape)]

@@ -114,6 +114,15 @@ def test_scales_of_any_size(op, scale):
     assert result.model.ByteSize() < 2_000_000
 
 
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize("size", [5.0, 40.0, 3000.0])
+def test_first_states_far_beyond_one(op, size):
+    """A state that begins large has fewer fraction bits, and no product leaves 62."""
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    model = network(op.split()[0], initial="constants", length=2, states=size, **attrs)
+    compare(model, feeds(length=2), tolerance=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
 def test_long_sequences_stay_close_whatever_is_proven(op):

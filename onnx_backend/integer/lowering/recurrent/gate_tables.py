@@ -66,13 +66,13 @@ def gate_table(
         reach: their largest magnitude.
         gates: the function of each gate, `Sigmoid` or `Tanh`, and its columns.
         fraction: results are multiples of `2**-fraction`.
-        addend: what is added to a result's integers, less than 4 in real units.
+        addend: what is added to a result's integers.
     """
     curves = {name: CURVES[name]({}) for name, _ in gates}
     fars = {name: math.ceil(curve.reach / unit) for name, curve in curves.items()}
     wide = min(segment_bits(2 * min(fars[name], reach), unit, curve) for name, curve in curves.items())
-    fine, step = ROOM - 2 - wide, math.ldexp(unit, wide)
-    drop, whole = fine + wide - fraction, addend << (fine + wide - fraction)
+    room = ROOM - 2 - max(addend.bit_length() - fraction - 1, 0)
+    fine, step, drop = room - wide, math.ldexp(unit, wide), room - fraction
     starts, ends, bases, slopes, errors, offset = [], [], [], [], {}, 0
     for name, curve in curves.items():
         # beyond `far` a function is as good as constant; twice as long a table costs less than limits
@@ -80,7 +80,7 @@ def gate_table(
         first, last = -held >> wide, held >> wide
         knots = np.rint(np.ldexp(_FUNCTIONS[name](np.arange(first, last + 2) * step), fine)).astype(np.int64)
         knots = np.concatenate([knots[:1], knots, knots[-1:]])  # what is beyond stays at the last result
-        bases.append((knots[:-1] << wide) + whole)
+        bases.append((knots[:-1] << wide) + (addend << drop))
         slopes.append(np.diff(knots))
         starts.append(offset - (first - 1))
         ends.append((offset, offset + len(knots) - 2))

@@ -25,6 +25,7 @@ from onnx_backend.integer.lowering.recurrent.layer import (
 )
 from onnx_backend.integer.lowering.recurrent.sums import OFFSET, state_fraction, state_product, write_sums
 
+_DROP = 38  # most bits below those of a hidden state: with its three bytes, 62
 _FINE = 28  # fraction bits of gates and cells, where the cells leave room for them
 
 
@@ -40,7 +41,7 @@ class Lstm(Cell):
         self.begin = magnitude(layer.cell)
         self.bound = self.begin + (layer.steps or LONGEST)
         self.fine = min(_FINE, (ROOM - 1 - math.ceil(math.log2(self.bound + 1.0))) // 2)
-        last = min(30, ROOM - 2 - self.fine)
+        last = min(30, ROOM - 2 - self.fine, _DROP + self.fraction - self.fine)
         whole = math.ceil(float(np.max(reach + norm)) / unit) + 8
         self.most = math.ceil(math.ldexp(self.bound, self.fine))
         self.largest_memory = self.most
