@@ -154,8 +154,8 @@ ALGORITHMS = (
 _SIMULATION = "onnx_simulation"
 _CLOCK = "by the clock, with the runtime's own number of threads, on sessions that are open"
 _KERNELS = "beside float's kernels it runs a QuantizeLinear and a DequantizeLinear for each site, and nothing else"
-_EIGHT = "8 pictures, one by one: Python handles 160 results of each run, whatever their size"
-_COUNTED = "8 pictures, one by one: a search of 131 tensors, once for any number of them, is a large part of it"
+_EIGHT = "8 pictures: ranges of weights and encodings of all sites cost the same for any number of them"
+_COUNTED = "8 pictures: a search of 131 tensors, once for any number of them, is a large part of it"
 
 _FILES = {
     "demo": "the demo network",

@@ -125,6 +125,8 @@ def take_back_shifts(sim: HasBiases) -> None:
 
 def float_biases(sim: HasBiases) -> dict[str, Array]:
     """Return the original biases of the float model at the sites where shifted ones are stored."""
+    if not sim.original_biases:
+        return {}  # without a walk over the model
     now = sim.stored_floats(list(sim.original_biases))
     return {site: original for site, (original, _) in _still_shifted(sim, now).items()}
 
