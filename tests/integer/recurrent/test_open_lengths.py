@@ -1,13 +1,17 @@
 """LSTM and GRU of open length: a Scan on integers, against unrolled steps, and what has no Scan."""
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+import torch
 from integer_comparison import compare, refused
 from integer_models import run, simulate
 from onnx import TensorProto, helper
 from recurrent_models import CELL, LENGTH, OUT, feeds, growing_cell, network
+from torch import nn
 
 import onnx_backend
+import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import firmware_file
@@ -91,3 +95,34 @@ def test_firmware_has_no_scan(tmp_path):
     report = write_integer(model, out, data=[feeds()], firmware=tmp_path / "program.npz", progress=False)
     assert report.summary["fixed_shapes"]["x"][0] == LENGTH  # of the data, as nothing else will do
     assert (tmp_path / "program.npz").exists()
+
+
+class Tagger(nn.Module):
+    """A class for every step of a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(8, 12, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+def test_from_a_module_to_integers_of_any_length(tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 6, 8) for _ in range(4)]
+    sim = qsdk.quantize(Tagger().eval(), batches[0], dynamic_shapes={"x": {0: "batch", 1: "length"}})
+    qsdk.calibrate(sim, batches, progress=False)
+    paths = tmp_path / "qdq.onnx", tmp_path / "integer.onnx"
+    qsdk.export(sim, paths[0])
+    report = qsdk.to_integer(*paths, progress=False)
+    assert "fixed_shapes" not in report.summary
+    step = float(sim.encodings["head:output"].scale[0])
+    for shape in ((2, 6, 8), (3, 1, 8), (1, 40, 8)):
+        x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        found, wanted = (ort.InferenceSession(path).run(None, {"x": x})[0] for path in paths[::-1])
+        assert found.shape == (*shape[:2], 5)
+        steps = np.abs(found - wanted) / step
+        assert steps.max() < 1.01
+        assert (steps > 0.5).mean() < 0.02
