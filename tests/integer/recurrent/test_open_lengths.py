@@ -19,6 +19,7 @@ from onnx_backend.integer.verify.integer_only import integer_findings
 from qsdk.core.errors import IntegerError
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize(
     ("direction", "initial", "granularity"),

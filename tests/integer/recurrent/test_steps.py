@@ -96,6 +96,7 @@ def test_states_stay_within_the_stated_error_of_float64(op, size, length):
         assert worst < 2e-3
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize("scale", [1e-12, 1e-6, 300.0, (1e-9, 1.0)])
 def test_scales_of_any_size(op, scale):
@@ -114,6 +115,7 @@ def test_scales_of_any_size(op, scale):
     assert result.model.ByteSize() < 2_000_000
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize("size", [5.0, 40.0, 3000.0])
 def test_first_states_far_beyond_one(op, size):
