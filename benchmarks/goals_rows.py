@@ -195,6 +195,7 @@ _UNROLLED = (
     "unrolled, in fixed point with a stated error; `floors_integer`: float operators unrolled 1.9, 8-bit ones 2.8"
 )
 _SCANNED = "a Scan over the same steps; the file serves any length"
+_LARGER = "the same layer at a size of speech models, where products take more of the time than the nodes around them"
 
 ONNX: tuple[Goal, ...] = (
     Goal(
@@ -252,6 +253,20 @@ ONNX: tuple[Goal, ...] = (
         ("gru 64-128, open length", "standard"),
         "<= 3",
         _SCANNED,
+    ),
+    Goal(
+        "integer-only LSTM of open length, on 30 steps of 80 to 512, over float",
+        _LAYERS,
+        ("lstm 80-512, open length", "standard"),
+        "<= 3",
+        _LARGER,
+    ),
+    Goal(
+        "integer-only GRU of open length, on 30 steps of 80 to 512, over float",
+        _LAYERS,
+        ("gru 80-512, open length", "standard"),
+        "<= 3",
+        _LARGER,
     ),
     Goal(
         "integer-only Conv and LeakyRelu, target `onnxruntime`, over float",

@@ -28,7 +28,7 @@ ROUNDS = 15
 LONG_ENOUGH = 0.01  # seconds of a measurement, reached by repeating short runs
 TARGETS = {"standard": {}, "onnxruntime": {"target": "onnxruntime", "weights": "signed"}}
 #: Recurrent layers whose length is open, so that their steps are a Scan in the integer-only file.
-OPEN_LSTM, OPEN_GRU = "lstm 64-128, open length", "gru 64-128, open length"
+OPEN = tuple(f"{kind} {sizes}, open length" for sizes in ("64-128", "80-512") for kind in ("lstm", "gru"))
 Shape = tuple[int, ...]
 
 
@@ -85,8 +85,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Shape, tuple[str, ...]]] = {
     "gru cell 400-1024, 8 steps": (lambda: Unrolled("GRUCell", 400, 1024), (1, 8, 400), ("onnxruntime",)),
     "lstm 64-128, 16 steps": (lambda: Layered("LSTM", 64, 128), (1, 16, 64), tuple(TARGETS)),
     "gru 64-128, 16 steps": (lambda: Layered("GRU", 64, 128), (1, 16, 64), tuple(TARGETS)),
-    OPEN_LSTM: (lambda: Layered("LSTM", 64, 128), (1, 16, 64), ("standard",)),
-    OPEN_GRU: (lambda: Layered("GRU", 64, 128), (1, 16, 64), ("standard",)),
+    OPEN[0]: (lambda: Layered("LSTM", 64, 128), (1, 16, 64), ("standard",)),
+    OPEN[1]: (lambda: Layered("GRU", 64, 128), (1, 16, 64), ("standard",)),
+    OPEN[2]: (lambda: Layered("LSTM", 80, 512), (1, 30, 80), ("standard",)),
+    OPEN[3]: (lambda: Layered("GRU", 80, 512), (1, 30, 80), ("standard",)),
     "conv relu": (lambda: convolutions(nn.ReLU), (1, 3, 56, 56), ("onnxruntime",)),
     "conv leaky relu": (lambda: convolutions(lambda: nn.LeakyReLU(0.1)), (1, 3, 56, 56), tuple(TARGETS)),
     "conv prelu": (lambda: convolutions(lambda: nn.PReLU(32)), (1, 3, 56, 56), tuple(TARGETS)),
@@ -165,7 +167,7 @@ def main(chosen: list[str]) -> None:
             continue
         with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            paths = written(make, shape, targets, Path(place), is_open=name in (OPEN_LSTM, OPEN_GRU))
+            paths = written(make, shape, targets, Path(place), is_open=name in OPEN)
             found = ratios(paths, shape)
         print(json.dumps({"benchmark": "onnx_layers", name: found}), flush=True)
 
