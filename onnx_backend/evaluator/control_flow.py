@@ -3,32 +3,15 @@
 A sequence is a list, and an optional is its value, or None if it holds none.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from onnx import ValueInfoProto, helper
+
+from onnx_backend.integer.reference.scan import Bodies, collected, scan, stacked
 
 Attributes = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Body:
-    """A graph that a node carries.
-
-    Attributes:
-        outputs: its declared outputs.
-        run: from its inputs, in order, to its outputs.
-    """
-
-    outputs: Sequence[ValueInfoProto]
-    run: Callable[[Sequence[Any]], list[Any]]
-
-
-Bodies = Mapping[str, Body]
 
 
 def _is(condition: Any) -> bool:
@@ -48,47 +31,9 @@ def _loop(attrs: Attributes, bodies: Bodies, most: Any = None, condition: Any = 
     while going and (turns is None or turn < turns):
         going_on, *found = body.run([np.asarray(turn, np.int64), np.asarray(going), *states])
         going = _is(going_on)
-        states = _collected(found, len(states), scanned)
+        states = collected(found, len(states), scanned)
         turn += 1
-    return [*states, *_stacked(scanned, body.outputs[1 + len(states) :])]
-
-
-def _collected(found: list[Any], states: int, scanned: list[list[Any]]) -> list[Any]:
-    """Return the first `states` results of a body and add the others to `scanned`."""
-    for parts, part in zip(scanned, found[states:], strict=True):
-        parts.append(part)
-    return found[:states]
-
-
-def _stacked(scanned: list[list[Any]], declared: Sequence[ValueInfoProto]) -> list[npt.NDArray[Any]]:
-    return [np.stack(parts) if parts else _empty(info) for parts, info in zip(scanned, declared, strict=True)]
-
-
-def _empty(info: ValueInfoProto) -> npt.NDArray[Any]:
-    """Return the stack of results of a body that never ran; an undeclared dimension is 0."""
-    kind = info.type.tensor_type
-    dims = [int(dim.dim_value) for dim in kind.shape.dim]
-    return np.zeros((0, *dims), helper.tensor_dtype_to_np_dtype(kind.elem_type))
-
-
-def _scan(attrs: Attributes, bodies: Bodies, *inputs: Any) -> list[Any]:
-    body, count = bodies["body"], int(attrs["num_scan_inputs"])
-    states, read = list(inputs[:-count]), inputs[-count:]
-    declared = body.outputs[len(states) :]
-    axes = attrs.get("scan_input_axes") or [0] * count
-    backward = attrs.get("scan_input_directions") or [0] * count
-    rows = [np.moveaxis(x, axis, 0)[:: -1 if back else 1] for x, axis, back in zip(read, axes, backward, strict=True)]
-    lengths = {len(row) for row in rows}
-    if len(lengths) != 1:
-        raise ValueError(f"the scanned inputs have the lengths {sorted(lengths)}; give all of them one length")
-    scanned: list[list[Any]] = [[] for _ in declared]
-    for parts in zip(*rows, strict=True):
-        states = _collected(body.run([*states, *(np.asarray(part) for part in parts)]), len(states), scanned)
-    stacked = _stacked(scanned, declared)
-    axes = attrs.get("scan_output_axes") or [0] * len(stacked)
-    backward = attrs.get("scan_output_directions") or [0] * len(stacked)
-    turned = [x[:: -1 if back else 1] for x, back in zip(stacked, backward, strict=True)]
-    return [*states, *(np.moveaxis(x, 0, axis) for x, axis in zip(turned, axes, strict=True))]
+    return [*states, *stacked(scanned, body.outputs[1 + len(states) :])]
 
 
 def _sequence_map(attrs: Attributes, bodies: Bodies, *inputs: Any) -> list[Any]:
@@ -114,7 +59,7 @@ CONTROL_FLOW: Mapping[str, tuple[int, Callable[..., list[Any]]]] = MappingProxyT
         "If": (1, _if),
         "Loop": (1, _loop),
         "Optional": (15, _optional),
-        "Scan": (9, _scan),
+        "Scan": (9, scan),
         "SequenceMap": (17, _sequence_map),
     }
 )

@@ -20,9 +20,10 @@ import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, helper
 
-from onnx_backend.evaluator.control_flow import CONTROL_FLOW, Body
+from onnx_backend.evaluator.control_flow import CONTROL_FLOW
 from onnx_backend.evaluator.kernels import KERNELS
 from onnx_backend.evaluator.one_node import Evaluate, by_reference, by_runtime
+from onnx_backend.integer.reference.scan import Body
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes, bodies

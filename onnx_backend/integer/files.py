@@ -59,17 +59,12 @@ def write_integer(
     batches, model = None if data is None else _first(data), in_float32(model)
     with progress_of("to_integer", _PARTS, show=progress, unit="part") as bar:
         bar.now("convert")
-        accepted = require_straight if firmware is not None else _as_it_is
-        opened, result, fixed = _converted(model, batches, allow_float, shapes, options, accepted)
+        opened, result, fixed = _converted(model, batches, allow_float, shapes, options, straight=firmware is not None)
         inputs = measured_inputs(opened, result.model, batches)
         portable = options.get("target") == "portable"
         standard = convert(opened, **{**options, "target": "standard"}).model if portable else None
         bar.done()
         return _measured(opened, result, standard, inputs, out, firmware, fixed, bar)
-
-
-def _as_it_is(result: IntegerResult) -> IntegerResult:
-    return result
 
 
 def _first(data: Iterable[Any]) -> list[Any]:
@@ -82,16 +77,20 @@ def _converted(
     allow_float: Sequence[str],
     shapes: Mapping[str, Sequence[int]] | None,
     options: Mapping[str, Any],
-    accepted: Callable[[IntegerResult], IntegerResult],
+    *,
+    straight: bool,
 ) -> tuple[ModelProto, IntegerResult, dict[str, Any]]:
     """Convert at fixed sizes (of the data, else of the example) where open ones prevent it; return these sizes too.
 
-    A refusal states if fixed sizes would help. `accepted` refuses results that will not do.
+    A refusal states if fixed sizes would help. `straight` refuses steps whose number is open, as fixed sizes do.
     """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:
         opened = prepare(with_decided_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
-        return opened, accepted(convert(opened, allow_float=allow_float, **options))
+        result = convert(opened, allow_float=allow_float, **options)
+        if straight:
+            require_straight(result)
+        return opened, result
 
     try:
         return *attempt(shapes or {}), _facts(shapes, "shapes=") if shapes else {}

@@ -32,8 +32,8 @@ def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os
         raise ConfigError(f"firmware={os.fspath(path)!r} is the model's own path; give it another name")
 
 
-def require_straight(result: IntegerResult) -> IntegerResult:
-    """Return a conversion whose operations are in a straight line.
+def require_straight(result: IntegerResult) -> None:
+    """Refuse a conversion whose operations are not in a straight line.
 
     Raises:
         IntegerError: a Scan is among them, which firmware programs do not have.
@@ -43,7 +43,6 @@ def require_straight(result: IntegerResult) -> IntegerResult:
             raise IntegerError(
                 f"firmware has no loops, and the length of the sequence of {node.name!r} is dynamic; {FIXED_SIZES}"
             )
-    return result
 
 
 def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
@@ -54,7 +53,8 @@ def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
         IntegerError: a header cannot express an operation; it is named.
     """
     require_firmware_path(path)
-    program = firmware_program(require_straight(result))
+    require_straight(result)
+    program = firmware_program(result)
     return archive(program) if Path(path).suffix == ".npz" else header(program).encode()
 
 

@@ -87,6 +87,13 @@ class Builder:
         self.nodes.append(copied)
         return outputs
 
+    def split(self, tensor: str, sizes: Sequence[int], axis: int) -> list[str]:
+        """Append a Split and return the names of the parts."""
+        names = [self.fresh(f"{tensor}.{i}") for i in range(len(sizes))]
+        inputs = [tensor, self.constant(list(sizes), np.int64)]
+        self.nodes.append(helper.make_node("Split", inputs, names, name=f"{names[0]}_node", axis=axis))
+        return names
+
     @contextmanager
     def inside(self) -> Iterator[tuple[list[Operation], list[TensorProto]]]:
         """Record the nodes and constants of a control-flow operator's body apart from the graph's own."""

@@ -12,8 +12,8 @@ from onnx import NodeProto, TensorProto, helper
 from onnx_backend.integer.ir.context import FIXED_SIZES
 from onnx_backend.integer.ir.values import Refused
 from onnx_backend.integer.portable.exact_ranges import FLOAT32
-from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
-from onnx_backend.integer.portable.quotients import divided
+from onnx_backend.integer.portable.numbers_in_parts import Number, constant
+from onnx_backend.integer.portable.quotients import divided, divided_by_powers
 from onnx_backend.integer.portable.rewrite import MOVES, WIDE, Handler, Rewriter
 from onnx_backend.integer.portable.sums import SUMS
 from onnx_backend.proto.nodes import attributes
@@ -232,22 +232,8 @@ def _absolute(state: Rewriter, node: NodeProto) -> None:
 def _divide(state: Rewriter, node: NodeProto) -> None:
     left, right = (state.int32(name) for name in node.input)
     powers = right.array is not None and right.lo > 0 and not np.any(right.array & (right.array - 1))
-    divide = _divided_by_powers if powers else divided
+    divide = divided_by_powers if powers else divided
     state.found(node.output[0], divide(state.arithmetic, left, right))
-
-
-def _divided_by_powers(a: Arithmetic, left: Number, right: Number) -> Number:
-    """Write a division by constant powers of two, which rounds toward zero."""
-    assert right.array is not None
-    ends = [abs(bound) // right.lo * (-1 if bound < 0 else 1) for bound in (left.lo, left.hi)]
-    if left.lo < 0:  # a shift rounds down
-        negative = Number((a.b.cast(a.negative(left), TensorProto.INT32),), 0, 1)
-        left = a.add(left, a.multiply(negative, constant(right.array - 1)))
-    most = right.hi.bit_length() - 1
-    if right.lo != right.hi:
-        left = a.multiply(left, constant((1 << most) // right.array))
-    found = a.shifted_right(left, most)
-    return replace(found, lo=max(found.lo, min(ends[0], 0)), hi=min(found.hi, max(ends[1], 0)))
 
 
 def _scan(state: Rewriter, node: NodeProto) -> None:

@@ -1,8 +1,9 @@
-"""Division of numbers in parts: nine bits of the quotient at a time, each estimated from the highest parts.
+"""Division of numbers in parts: a shift by powers of two, else nine bits of the quotient at a time.
 
-The divisor is shifted left until its highest part has its top bit, so that a table of reciprocals of that part gives
-the next bits of the quotient, never too many and at most three too few (Knuth, The Art of Computer Programming,
-volume 2, 4.3.1). What is missing is in the remainder, which the next bits are taken from; comparisons take the rest.
+Each nine bits are estimated from the highest parts. The divisor is shifted left until its highest part has its top
+bit, so that a table of reciprocals of that part gives the next bits of the quotient, never too many and at most three
+too few (Knuth, The Art of Computer Programming, volume 2, 4.3.1). What is missing is in the remainder, which the next
+bits are taken from; comparisons take the rest.
 """
 
 from dataclasses import replace
@@ -52,6 +53,20 @@ def divided(a: Arithmetic, left: Number, right: Number) -> Number:
         rest = _within(a.add(rest, a.multiply(taken, divisor), sign=-1), 0, limit - 1)
         found = a.add(found, taken)
     return _within(found, *quotient)
+
+
+def divided_by_powers(a: Arithmetic, left: Number, right: Number) -> Number:
+    """Write a division by constant powers of two, which rounds toward zero."""
+    assert right.array is not None
+    ends = [abs(bound) // right.lo * (-1 if bound < 0 else 1) for bound in (left.lo, left.hi)]
+    if left.lo < 0:  # a shift rounds down
+        negative = Number((a.b.cast(a.negative(left), TensorProto.INT32),), 0, 1)
+        left = a.add(left, a.multiply(negative, constant(right.array - 1)))
+    most = right.hi.bit_length() - 1
+    if right.lo != right.hi:
+        left = a.multiply(left, constant((1 << most) // right.array))
+    found = a.shifted_right(left, most)
+    return replace(found, lo=max(found.lo, min(ends[0], 0)), hi=min(found.hi, max(ends[1], 0)))
 
 
 def _estimate(a: Arithmetic, rest: Number, inverse: str, count: int) -> Number:

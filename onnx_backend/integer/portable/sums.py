@@ -5,7 +5,7 @@ from functools import reduce
 from types import MappingProxyType
 
 import numpy as np
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
 from onnx_backend.integer.ir.values import Array, Refused
 from onnx_backend.integer.portable.exact_ranges import FLOAT32, INT32
@@ -140,12 +140,8 @@ def _matmul(state: Rewriter, node: NodeProto) -> None:
 
 def _weighted_rows(state: Rewriter, factors: Array, right: Number) -> Number:
     """Write the sum of the rows of a matrix, each times a constant."""
-    a, b, rows = state.arithmetic, state.b, []
-    for part in a.names(right):
-        names = [b.fresh(f"{part}.{i}") for i in range(factors.size)]
-        ones = b.constant([1] * factors.size, np.int64)
-        b.nodes.append(helper.make_node("Split", [part, ones], names, name=f"{names[0]}_node", axis=-2))
-        rows.append(names)
+    a = state.arithmetic
+    rows = [state.b.split(part, [1] * factors.size, -2) for part in a.names(right)]
     parts = [Number(row, right.lo, right.hi) for row in zip(*rows, strict=True)]
     products = [a.multiply(part, constant(factor)) for part, factor in zip(parts, factors, strict=True)]
     return reduce(a.add, products)

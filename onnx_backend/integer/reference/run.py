@@ -4,7 +4,7 @@ Every op of the integer models of `integer.convert` is computed here from the ON
 exactly and an int32 overflow raises instead of wrapping.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.ops import OPS
+from onnx_backend.integer.reference.scan import Body, scan
 from qsdk.core.errors import DataError, IntegerError
 
 
@@ -44,7 +45,7 @@ def run_reference(model: ModelProto, inputs: Mapping[str, Array], *, every_tenso
 def _run_nodes(nodes: Iterable[NodeProto], tensors: dict[str, Array]) -> None:
     """Execute nodes in order and add their results to `tensors`."""
     for node in nodes:
-        operation = _scan if node.op_type == "Scan" else OPS.get(node.op_type)
+        operation: Any = _scan if node.op_type == "Scan" else OPS.get(node.op_type)
         if operation is None or node.domain not in ("", "ai.onnx"):
             raise IntegerError(f"{node.op_type} {node.name!r} is not an op of integer-only models")
         attributes: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -57,30 +58,17 @@ def _run_nodes(nodes: Iterable[NodeProto], tensors: dict[str, Array]) -> None:
         tensors.update(zip(node.output, results, strict=False))
 
 
-def _scan(attributes: Mapping[str, Any], *inputs: Any) -> tuple[Array, ...]:
-    """Execute a Scan along first axes whose body reads nothing from outside.
+def _scan(attributes: Mapping[str, Any], *inputs: Array) -> tuple[Array, ...]:
+    """Execute a Scan whose body reads nothing from outside."""
+    graph = attributes["body"]
+    kept = {tensor.name: _constant(tensor) for tensor in graph.initializer}
 
-    Raises:
-        OverflowError: it scans along other axes.
-    """
-    body, count = attributes["body"], attributes["num_scan_inputs"]
-    if any(any(attributes.get(f"scan_{side}_axes", ())) for side in ("input", "output")):
-        raise OverflowError("a Scan along other axes than the first is not an op of integer-only models")
-    states, given = list(inputs[:-count]), list(inputs[-count:])
-    kept = {tensor.name: _constant(tensor) for tensor in body.initializer}
-    backwards = attributes.get("scan_input_directions", [0] * count)
-    given = [array[::-1] if back else array for array, back in zip(given, backwards, strict=True)]
-    rows: list[list[Array]] = [[] for _ in body.output[len(states) :]]
-    for step in zip(*given, strict=True):
-        tensors = kept | dict(zip((info.name for info in body.input), (*states, *step), strict=True))
-        _run_nodes(body.node, tensors)
-        found = [tensors[info.name] for info in body.output]
-        states = found[: len(states)]
-        for row, array in zip(rows, found[len(states) :], strict=True):
-            row.append(array)
-    turned = attributes.get("scan_output_directions", [0] * len(rows))
-    stacks = (np.stack(row[::-1] if back else row) for row, back in zip(rows, turned, strict=True))
-    return (*states, *stacks)
+    def run(given: Sequence[Array]) -> list[Array]:
+        tensors = kept | dict(zip((info.name for info in graph.input), given, strict=True))
+        _run_nodes(graph.node, tensors)
+        return [tensors[info.name] for info in graph.output]
+
+    return tuple(scan(attributes, {"body": Body(graph.output, run)}, *inputs))
 
 
 def _constant(tensor: Any) -> Array:

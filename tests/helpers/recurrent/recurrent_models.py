@@ -68,12 +68,12 @@ def feeds(initial=None, direction="forward", op="LSTM", length=LENGTH, seed=3):
     return found
 
 
-def growing_cell(length):
+def growing_cell(length, scale=0.1):
     """Gates wide open: the cell reaches the sequence's length, its proven bound."""
     net = Net()
     x = net.qdq(net.input([length, 1, 1]), 1.0, 0)
     w = net.op("DequantizeLinear", net.const(np.full((1, 4, 1), 100, np.int8)), net.const(np.float32(1.0)))
     r = net.op("DequantizeLinear", net.const(np.zeros((1, 4, 1), np.int8)), net.const(np.float32(1.0)))
     _, _, cell = net.op("LSTM", x, w, r, outputs=3, hidden_size=1)
-    net.output(net.qdq(cell, 0.1, 3), [1, 1, 1])
+    net.output(net.qdq(cell, scale, 3), [1, 1, 1])
     return net.model()

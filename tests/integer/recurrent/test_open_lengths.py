@@ -15,6 +15,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import firmware_file
+from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
 from qsdk.core.errors import IntegerError
 
@@ -67,6 +68,23 @@ def test_a_cell_that_grows_in_a_sequence_of_open_length():
     assert any("at most 4096 steps" in note for note in result.certificate["assumed"])
     found = run(result.model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
     np.testing.assert_allclose(found, 20.0, atol=0.11)
+
+
+@pytest.mark.parametrize("length", [4000, 6000])
+def test_a_cell_saturates_where_no_error_is_stated(length):
+    """Without that, products of the cell would leave 62 bits in much longer sequences, in silence."""
+    found = run(convert(growing_cell("t", scale=20.0)).model, {"x": np.full((length, 1, 1), 200, np.float32)})["y"]
+    np.testing.assert_allclose(found, min(length, 4096), atol=11.0)
+
+
+def test_a_sequence_without_steps_in_the_reference():
+    """The first state is the last one; ONNX Runtime refuses a Scan without steps."""
+    given = feeds(initial="quantized", op="GRU", length=0)
+    model = convert(network("GRU", length="t", initial="quantized", outputs=(0, 1))).model
+    found = run_reference(model, given)
+    assert found["y0"].size == 0
+    low, high = ((end - OUT[1]) * OUT[0] for end in (0, 255))
+    np.testing.assert_allclose(found["y1"], given["s0"].clip(low, high), atol=0.02)
 
 
 def test_a_float_in_the_body_of_a_scan_is_found():

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
+from onnx_backend.integer.portable.quotients import divided_by_powers
 from onnx_backend.integer.reference.run import run_reference
 
 COUNT = 40
@@ -17,7 +18,7 @@ MOST = 1 << 62
 STEP = st.one_of(
     st.tuples(st.sampled_from(["add", "subtract", "multiply"]), st.integers(0, 4)),
     st.tuples(st.sampled_from(["plus", "times"]), st.integers(-(1 << 45), 1 << 45)),
-    st.tuples(st.just("shift"), st.integers(1, 45)),
+    st.tuples(st.sampled_from(["shift", "divide"]), st.integers(1, 45)),
     st.tuples(st.just("flat"), st.just(0)),
 )
 EDGES = [(0, 255), (-(1 << 17), 1 << 17), (0, (1 << 31) - 1), (-(1 << 31), (1 << 31) - 1), (-1, 0), (0, (1 << 28) - 1)]
@@ -58,6 +59,9 @@ class Chain:
             made, values = lambda: a.multiply(x, constant(np.asarray(operand))), [v * operand for v in exact]
         elif kind == "shift":
             made, values = lambda: a.shifted_right(x, operand), [v >> operand for v in exact]
+        elif kind == "divide":
+            made = lambda: divided_by_powers(a, x, constant(np.asarray(1 << operand)))  # noqa: E731
+            values = [abs(v) // (1 << operand) * (-1 if v < 0 else 1) for v in exact]
         else:
             made, values = lambda: Number((a.flat(x),), x.lo, x.hi), exact
             if not -(1 << 31) <= x.lo <= x.hi < 1 << 31:

@@ -5,7 +5,7 @@ lifted: the table of the candidate adds what the state has in addition.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.lowering.recurrent.gate_tables import GateTable, gate_table, look_up
-from onnx_backend.integer.lowering.recurrent.layer import Cell, Direction, bounded, dropped, first_state, plus, split
+from onnx_backend.integer.lowering.recurrent.layer import Cell, Direction, Step, bounded, dropped, first_state, plus
 from onnx_backend.integer.lowering.recurrent.sums import (
     OFFSET,
     Inputs,
@@ -31,21 +31,14 @@ _FINER = 8  # bits by which a state that is blended is finer than one that is mu
 class _Gru(Cell):
     """What both orders share: the lifted state, the gates and the blend."""
 
-    def __init__(self, layer: Direction) -> None:
+    def __init__(self, ctx: LoweringContext, layer: Direction) -> None:
         self.layer, self.both, self.drop = layer, 2 * layer.hidden, _FINER
         self.fraction = state_fraction(layer.largest)
         self.fine = self.fraction + _FINER
         self.lift = (OFFSET << self.drop) + (1 << (self.drop - 1))
-        self.first_error = 0.0
-
-    def zeros(self) -> list[int]:
-        """Return the integers of a state of 0."""
-        return [self.lift]
-
-    def first(self, ctx: LoweringContext) -> list[str | None]:
-        """Write the first state."""
-        state, self.first_error = first_state(ctx, self.layer.state, self.fine)
-        return [None if state is None else plus(ctx.builder, state, self.lift)]
+        self.zeros = (self.lift,)
+        state, self.start_error = first_state(ctx, layer.state, self.fine)
+        self.starts = [None if state is None else plus(ctx.builder, state, self.lift)]
 
     def _gate_table(self, unit: float, reach: float) -> GateTable:
         return gate_table(unit, math.ceil(reach / unit) + 8, (("Sigmoid", self.both),), _GATES)
@@ -57,7 +50,7 @@ class _Gru(Cell):
     def _gates(self, b: Builder, sums: str, table: GateTable, rank: int) -> list[str]:
         """Write the update gate and the reset gate."""
         gates = look_up(b, table, bounded(b, sums, 0, table.bound), rank)
-        return split(b, bounded(b, gates, 0, 1 << _GATES), [self.layer.hidden] * 2)
+        return b.split(bounded(b, gates, 0, 1 << _GATES), [self.layer.hidden] * 2, -1)
 
     def _blended(self, b: Builder, update: str, sums: str, table: GateTable, state: str | None, rank: int) -> list[str]:
         """Write `fresh + update * (state - fresh)`, where `fresh` is the candidate of these sums."""
@@ -80,7 +73,7 @@ class GruBehind(_Gru):
     """A GRU whose reset gate scales the product with R and its bias (linear_before_reset, as in PyTorch)."""
 
     def __init__(self, ctx: LoweringContext, layer: Direction) -> None:
-        super().__init__(layer)
+        super().__init__(ctx, layer)
         size, both, weight = layer.hidden, self.both, layer.inputs.weight
         norm = layer.recurrent.norm * layer.largest
         # the candidate's product with W is not scaled: in the sum with that of R its columns hold a bias alone
@@ -104,26 +97,19 @@ class GruBehind(_Gru):
         """Write R."""
         return [self.layer.recurrent.write(b)]
 
-    def step(
-        self,
-        b: Builder,
-        given: Sequence[str],
-        states: Sequence[str | None],
-        weights: Sequence[tuple[str, str]],
-        rank: int,
-    ) -> list[str]:
+    def write_step(self, b: Builder, step: Step) -> list[str]:
         """Write one step."""
-        sums = write_sums(b, self.product, given[0], states[0], self.drop, weights[0])
-        ahead, inner = split(b, sums, [self.both, self.layer.hidden])
-        update, reset = self._gates(b, ahead, self.gates, rank)
+        sums = write_sums(b, self.product, step.given[0], step.states[0], self.drop, step.weights[0])
+        ahead, inner = b.split(sums, [self.both, self.layer.hidden], -1)
+        update, reset = self._gates(b, ahead, self.gates, step.rank)
         inner = dropped(b, inner, self.cut) if self.cut else inner
-        whole = b.node("Add", [b.node("Mul", [reset, inner]), given[1]])
+        whole = b.node("Add", [b.node("Mul", [reset, inner]), step.given[1]])
         whole = dropped(b, whole, _GATES - self.cut) if self.cut < _GATES else whole
-        return self._blended(b, update, whole, self.curve, states[0], rank)
+        return self._blended(b, update, whole, self.curve, step.states[0], step.rank)
 
     def errors(self) -> Iterator[tuple[float, float]]:
         """Bound the error of the state after each step."""
-        state, unit = self.first_error, self.product.unit
+        state, unit = self.start_error, self.product.unit
         while True:
             sums = self.off + self.product.error(state, self.layer.largest)
             gate, inner = self.gates.error("Sigmoid", sums), sums + math.ldexp(unit, self.cut)
@@ -137,7 +123,7 @@ class GruBefore(_Gru):
     """A GRU whose reset gate scales the state before it is multiplied with R (the default of ONNX)."""
 
     def __init__(self, ctx: LoweringContext, layer: Direction) -> None:
-        super().__init__(layer)
+        super().__init__(ctx, layer)
         size, both = layer.hidden, self.both
         self.products: list[StateProduct] = []
         self.tables: list[GateTable] = []
@@ -161,29 +147,22 @@ class GruBefore(_Gru):
         """Write the columns of R of the gates, and those of the candidate."""
         return [product.weight.write(b) for product in self.products]
 
-    def step(
-        self,
-        b: Builder,
-        given: Sequence[str],
-        states: Sequence[str | None],
-        weights: Sequence[tuple[str, str]],
-        rank: int,
-    ) -> list[str]:
+    def write_step(self, b: Builder, step: Step) -> list[str]:
         """Write one step."""
-        (state,) = states
-        sums = write_sums(b, self.products[0], given[0], state, self.drop, weights[0])
-        update, reset = self._gates(b, sums, self.tables[0], rank)
+        (state,) = step.states
+        sums = write_sums(b, self.products[0], step.given[0], state, self.drop, step.weights[0])
+        update, reset = self._gates(b, sums, self.tables[0], step.rank)
         scaled, drop = None, self.scaled_drop
         if state is not None:
             product = b.node("Mul", [reset, plus(b, state, -self.lift)])
             lifted = plus(b, product, (OFFSET << drop) + (1 << (drop - 1)))
             scaled = bounded(b, lifted, 0, 2 * OFFSET << drop)
-        whole = write_sums(b, self.products[1], given[1], scaled, drop, weights[1])
-        return self._blended(b, update, whole, self.tables[1], state, rank)
+        whole = write_sums(b, self.products[1], step.given[1], scaled, drop, step.weights[1])
+        return self._blended(b, update, whole, self.tables[1], state, step.rank)
 
     def errors(self) -> Iterator[tuple[float, float]]:
         """Bound the error of the state after each step."""
-        state, largest = self.first_error, self.layer.largest
+        state, largest = self.start_error, self.layer.largest
         while True:
             gate = self.tables[0].error("Sigmoid", self.offs[0] + self.products[0].error(state, largest))
             scaled = gate * largest + state + gate * state + 2.0**-self.fraction

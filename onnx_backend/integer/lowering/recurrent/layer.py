@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
@@ -58,51 +58,59 @@ class Direction:
     largest: float
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step reads.
+
+    Attributes:
+        given: its slice of each of the cell's `given`, int64 [..., batch, 1, columns].
+        states: those behind the step before, int64 [..., batch, 1, hidden]; None for zeros.
+        weights: what `Cell.write_weights` has written.
+        rank: of these tensors.
+    """
+
+    given: Sequence[str]
+    states: Sequence[str | None]
+    weights: Sequence[tuple[str, str]]
+    rank: int
+
+
 class Cell(ABC):
-    """A kind of cell in fixed point; the first of its states is the lifted hidden state.
+    """The steps of one direction in fixed point; the first of its states is the lifted hidden state.
+
+    The products of the inputs and the first states are written when it is made.
 
     Attributes:
         given: what each step reads of the input, int64 [steps, batch, 1, columns].
         widths: columns of each of `given`.
+        starts: the first states, int64 [batch, 1, hidden]; None for zeros.
+        zeros: the integers of states of 0.
         fraction: a hidden state is a multiple of `2**-fraction`.
         drop: bits of a lifted hidden state below those.
-        fine: fraction bits of an LSTM's cell.
-        largest_memory: largest integer of an LSTM's cell; None for a GRU.
+        fine: fraction bits of an LSTM's cell state.
+        largest_cell_state: largest integer of an LSTM's cell state; None for a GRU.
     """
 
     given: Sequence[str]
     widths: Sequence[int]
+    starts: Sequence[str | None]
+    zeros: Sequence[int]
     fraction: int
     drop: int
     fine: int
-    largest_memory: int | None = None
-
-    @abstractmethod
-    def first(self, ctx: LoweringContext) -> list[str | None]:
-        """Write the first states, int64 [batch, 1, hidden]; None for zeros."""
-
-    @abstractmethod
-    def zeros(self) -> list[int]:
-        """Return the integers of states of 0."""
+    largest_cell_state: int | None = None
 
     @abstractmethod
     def write_weights(self, b: Builder) -> list[tuple[str, str]]:
         """Write what every step reads of R: uint8 tensors and their zero points."""
 
     @abstractmethod
-    def step(
-        self,
-        b: Builder,
-        given: Sequence[str],
-        states: Sequence[str | None],
-        weights: Sequence[tuple[str, str]],
-        rank: int,
-    ) -> list[str]:
-        """Write one step on tensors of this rank, [..., batch, 1, columns], and return the states behind it."""
+    def write_step(self, b: Builder, step: Step) -> list[str]:
+        """Write one step and return the states behind it."""
 
     @abstractmethod
     def errors(self) -> Iterator[tuple[float, float]]:
-        """Bound the errors of the hidden state and of the cell, in real units, after one step, two steps, and on."""
+        """Bound the errors of hidden and cell state, in real units, after one step, two steps, and so on."""
 
 
 def in_unit(ctx: LoweringContext, value: FixedPoint, fraction: int) -> FixedPoint:
@@ -158,12 +166,3 @@ def bounded(b: Builder, name: str, low: int, high: int) -> str:
     """Note the proven bounds of an int64 tensor and return it."""
     b.proven.setdefault(name, (low, high))
     return name
-
-
-def split(b: Builder, name: str, sizes: Sequence[int]) -> list[str]:
-    """Split along the last axis."""
-    names = [b.fresh(f"{name}.{i}") for i in range(len(sizes))]
-    b.nodes.append(
-        helper.make_node("Split", [name, b.constant(list(sizes), np.int64)], names, name=f"{names[0]}_node", axis=-1)
-    )
-    return names

@@ -64,7 +64,7 @@ def _lowered(
     if layers[0].steps is None:
         _note_errors(ctx, node, runs)
     found = [_joined(ctx, [run.states for run in runs], 1), _joined(ctx, [run.last for run in runs], 0)]
-    cells = [run.cell for run in runs if run.cell is not None]
+    cells = [run.cell_state for run in runs if run.cell_state is not None]
     if cells:
         found.append(_joined(ctx, cells, 0))
     return tuple(_pending(node, value) for value in found)[: len(node.output)]

@@ -12,7 +12,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64, int64_
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import FixedPoint
-from onnx_backend.integer.lowering.recurrent.layer import LONGEST, Cell, Direction, dropped, in_unit
+from onnx_backend.integer.lowering.recurrent.layer import LONGEST, Cell, Direction, Step, dropped, in_unit
 from onnx_backend.integer.lowering.recurrent.sums import OFFSET
 
 
@@ -23,13 +23,13 @@ class Outputs:
     Attributes:
         states: hidden states of all steps, [steps, 1, batch, hidden].
         last: the last hidden state, [1, batch, hidden].
-        cell: the last cell, [1, batch, hidden], None for a GRU.
+        cell_state: the last one, [1, batch, hidden], None for a GRU.
         errors: bound of the hidden state's error in real units after each step.
     """
 
     states: FixedPoint
     last: FixedPoint
-    cell: FixedPoint | None
+    cell_state: FixedPoint | None
     errors: Sequence[float]
 
 
@@ -41,13 +41,13 @@ def run_steps(ctx: LoweringContext, cell: Cell, layer: Direction) -> Outputs:
     worst = max(error for error, _ in errors)
     states = _hidden(b, b.node("Transpose", [lifted], perm=[0, 2, 1, 3]), cell, layer, worst)
     state = _hidden(b, _as_last(ctx, last[0], layer), cell, layer, errors[-1][0] if fixed else worst)
-    most, memory = cell.largest_memory, None
+    most, cell_state = cell.largest_cell_state, None
     if most is not None:
         off = math.ldexp(errors[-1][1] if fixed else max(error for _, error in errors), cell.fine)
         whole = int64_value(_as_last(ctx, last[1], layer), 2.0**-cell.fine, -most, most, error=off)
         room = 30 - max(math.ceil(math.log2(math.ldexp(most, -cell.fine) + 1.0)), 2)
-        memory = in_unit(ctx, whole, min(room, cell.fine - 1))
-    return Outputs(states, state, memory, [error for error, _ in errors])
+        cell_state = in_unit(ctx, whole, min(room, cell.fine - 1))
+    return Outputs(states, state, cell_state, [error for error, _ in errors])
 
 
 def _hidden(b: Builder, lifted: str, cell: Cell, layer: Direction, error: float) -> FixedPoint:
@@ -69,22 +69,12 @@ def _as_last(ctx: LoweringContext, state: str, layer: Direction) -> str:
 def _unrolled(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, list[str]]:
     """Write every step; return the lifted hidden states [steps, batch, 1, hidden] and the last states."""
     b, count = ctx.builder, layer.steps or 0
-    rows = [_rows(b, name, count) for name in cell.given]
-    states, weights, found = cell.first(ctx), cell.write_weights(b), {}
+    rows = [b.split(name, [1] * count, 0) for name in cell.given]
+    states, weights, found = cell.starts, cell.write_weights(b), {}
     for t in range(count)[::-1] if layer.backwards else range(count):
-        last = cell.step(b, [row[t] for row in rows], states, weights, 4)
+        last = cell.write_step(b, Step([row[t] for row in rows], states, weights, 4))
         states, found[t] = [*last], last[0]
-    lifted = b.node("Concat", [found[t] for t in range(count)], axis=0) if count > 1 else found[0]
-    return lifted, last
-
-
-def _rows(b: Builder, name: str, count: int) -> list[str]:
-    if count == 1:
-        return [name]
-    names = [b.fresh(f"{name}.{i}") for i in range(count)]
-    ones = b.constant([1] * count, np.int64)
-    b.nodes.append(helper.make_node("Split", [name, ones], names, name=f"{names[0]}_node", axis=0))
-    return names
+    return b.node("Concat", [found[t] for t in range(count)], axis=0), last
 
 
 def _scanned(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, list[str]]:
@@ -92,19 +82,21 @@ def _scanned(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, l
     b = ctx.builder
     starts = [
         _filled(ctx, cell, layer, zero) if name is None else name
-        for name, zero in zip(cell.first(ctx), cell.zeros(), strict=True)
+        for name, zero in zip(cell.starts, cell.zeros, strict=True)
     ]
     kept = [b.fresh(f"{b.label}.state") for _ in starts]
     given = [b.fresh(f"{b.label}.given") for _ in cell.given]
     with b.inside() as (nodes, initializers):
-        states = cell.step(b, given, kept, cell.write_weights(b), 3)
+        states = cell.write_step(b, Step(given, kept, cell.write_weights(b), 3))
         shown = b.node("Identity", [states[0]])
+    plain = [node for node in nodes if isinstance(node, NodeProto)]
+    assert len(plain) == len(nodes)  # nothing in a step is left to the target
 
     def info(name: str, columns: int) -> ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.INT64, [layer.batch, 1, columns])
 
     body = helper.make_graph(
-        [node for node in nodes if isinstance(node, NodeProto)],
+        plain,
         f"{b.label}.step",
         [info(name, layer.hidden) for name in kept]
         + [info(name, width) for name, width in zip(given, cell.widths, strict=True)],
