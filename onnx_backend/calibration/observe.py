@@ -14,7 +14,7 @@ from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.repeated_session import RepeatedSession
-from onnx_backend.runtime.session import has_convolutions
+from onnx_backend.runtime.session import is_small_convolutional
 from qsdk.core.overlapped import cores, overlapped
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
@@ -46,10 +46,10 @@ class SessionCache:
         self._kept: dict[tuple[bool, int], _Observing] = {}
         self._judged: tuple[ModelProto, bool] | None = None
 
-    def has_convolutions(self, marked: ModelProto) -> bool:
-        """Return what the function of that name does, which walks over the whole model."""
+    def is_small_convolutional(self, marked: ModelProto) -> bool:
+        """Return `session.is_small_convolutional` of a model, which is walked over once."""
         if self._judged is None or self._judged[0] is not marked:
-            self._judged = marked, has_convolutions(marked)
+            self._judged = marked, is_small_convolutional(marked)
         return self._judged[1]
 
     def open(
@@ -135,7 +135,7 @@ def _gains_by_more_at_once(cache: SessionCache, marked: ModelProto, providers: P
     Small models do: the runtime splits a convolution over threads, but not what calibration adds, and the threads wait
     for each other at every node. Large models do not, and would hold the activations of two batches.
     """
-    return providers == CPU_ONLY and cores() > 1 and cache.has_convolutions(marked)
+    return providers == CPU_ONLY and cores() > 1 and cache.is_small_convolutional(marked)
 
 
 def _add_statistics(
@@ -164,7 +164,7 @@ def _numbers(names: Sequence[str], values: Mapping[str, Any]) -> npt.NDArray[np.
 
 
 def _is_empty(item: SiteStatistics, values: Mapping[str, Any]) -> bool:
-    """Return whether a tensor has no values, which leaves its extremes where no value is."""
+    """Return whether a tensor has no values: its largest one is minus infinity then."""
     high = values[item.high]
     return bool(high.max(initial=-np.inf) == -np.inf and np.all(high < (values[item.low] if item.low else 0)))
 

@@ -40,7 +40,7 @@ class SiteStatistics:
         low: the smallest one, or that of each channel.
         check: 0, unless there is NaN or an infinity.
         sample: some of the values, flattened.
-        step: every how-many-th value the sample holds, int64 [1].
+        step: n where the sample holds every n-th value, int64 [1].
     """
 
     site: str

@@ -13,7 +13,7 @@ from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.repeated_pairs import drop_repeated_pairs
 from onnx_backend.runtime.session import (
     computes_in_narrow_floats,
-    has_convolutions,
+    is_small_convolutional,
     session_in_blocks,
     simulation_session,
 )
@@ -45,7 +45,7 @@ class RepeatedSession:
         self._session = simulation_session(model, providers=providers, threads=threads)
         self._threads, self._changing = threads, Lock()
         self._opening, self._running = time.perf_counter() - start, 0.0
-        self._model = model if providers == CPU_ONLY and has_convolutions(model) else None
+        self._model = model if providers == CPU_ONLY and is_small_convolutional(model) else None
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
         """Run the model; return the outputs of these names, or all."""

@@ -73,7 +73,7 @@ def session_in_blocks(model: ModelProto, threads: int = 0) -> ort.InferenceSessi
     It takes longer to open: the runtime optimizes the model, and then loads the result.
 
     Args:
-        model: with Q/DQ, for which `has_convolutions` holds.
+        model: with Q/DQ, for which `is_small_convolutional` holds.
         threads: see `simulation_session`.
 
     Raises:
@@ -93,7 +93,7 @@ def session_in_blocks(model: ModelProto, threads: int = 0) -> ort.InferenceSessi
     return _opened(optimized, _options(shares_memory=False, optimize=False, threads=threads), CPU_ONLY)
 
 
-def has_convolutions(model: ModelProto) -> bool:
+def is_small_convolutional(model: ModelProto) -> bool:
     """Return True for a float32 model with convolutions that is small enough to be written out once more."""
     size = sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
     convolutions = any(node.op_type == "Conv" for node in model.graph.node)

@@ -1,7 +1,7 @@
 """The steps of a GRU in fixed point, with the reset gate before or behind R.
 
-A state is blended from the last one and a candidate, and never leaves the larger of both magnitudes. Both are carried
-lifted: the table of the candidate adds what the state has in addition.
+A state is blended from the last one and a candidate, and is never larger than both. States are kept with `lift` added,
+so that none is negative; the table of the candidate adds the same.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The sums in front of the gates: products of the input with W for all steps at once, of a hidden state with R in each.
+"""The sums in front of the gates: the input times W, for all steps at once, plus the hidden state times R in each step.
 
 A hidden state is a multiple of `2**-fraction` and carried lifted, as `(state + OFFSET) * 2**drop` plus bits that are
 dropped: three tensors of 8 bits, which one MatMulInteger multiplies with R exactly. The sums of a step are integers in
@@ -148,7 +148,7 @@ class Inputs:
 def write_sums(
     b: Builder, product: StateProduct, given: str, lifted: str | None, drop: int, weight: tuple[str, str]
 ) -> str:
-    """Write the sums of one step in the product's unit, plus the addend of `given`; without a state it is 0."""
+    """Write the sums of one step in the product's unit: `given` plus the state's product (None: 0)."""
     behind = b.constant(product.centre) if lifted is None else product.write(b, lifted, drop, weight)
     whole = b.node("Add", [given, behind])
     return b.node("Div", [whole, b.constant(np.int64(1 << product.guard))]) if product.guard else whole
