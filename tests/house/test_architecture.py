@@ -12,9 +12,9 @@ from qsdk.core.graph import op_facts
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("qsdk", "torch_bridge", "onnx_backend")
 OP_FACTS = "qsdk/core/graph/op_facts.py"
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-MAX_FILES_IN_FOLDER = 14
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+MAX_FILES_IN_FOLDER = 20
 # The face resolves its verbs on first use, so that `import qsdk` stays light.
 MAY_IMPORT_LATE = {"qsdk/__init__.py", "qsdk/cli.py"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -147,8 +147,8 @@ def test_only_the_verbs_know_both_doors():
         ("SIZES = ('Size', 'Shape')", "write SHAPE_OPS of qsdk/core/graph/op_facts.py"),
         ("def f():\n    pass", "f has no docstring"),
         ("class C:\n    pass", "C has no docstring"),
-        ("def f():\n    '''Does.'''\n" + "    x = 1\n" * 60, "more than 60"),
-        ("x = 1\n" * 400, "more than 400"),
+        ("def f():\n    '''Does.'''\n" + "    x = 1\n" * MAX_FUNCTION_LINES, f"more than {MAX_FUNCTION_LINES}"),
+        ("x = 1\n" * MAX_FILE_LINES, f"more than {MAX_FILE_LINES}"),
     ],
 )
 def test_a_planted_violation_is_found(body: str, expected: str):
