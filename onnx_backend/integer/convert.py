@@ -7,12 +7,13 @@ states the encoding of the codes (Jacob et al. 2017, section 2, for every op).
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
 from onnx import ModelProto, TensorProto, helper, inliner
 
+from onnx_backend.export import ENCODINGS_KEY
 from onnx_backend.integer.codegen.expand import expand, live
 from onnx_backend.integer.codegen.runtime import CONTRIB, KernelChoice
 from onnx_backend.integer.exact_products import products_saturate
@@ -22,10 +23,14 @@ from onnx_backend.integer.ir.operations import Operation
 from onnx_backend.integer.ir.values import Codes, Failed, FloatInput, Refused, Value
 from onnx_backend.integer.lowering.edges import edge_dtype, leave
 from onnx_backend.integer.lowering.float_islands import Islands
+from onnx_backend.integer.lowering.unsupported import origin, origins, sites_in_front
 from onnx_backend.integer.lowering.walk import QDQ, Refusal, walk
 from onnx_backend.integer.portable.handlers import HANDLERS
 from onnx_backend.integer.portable.rewrite import proven_bounds, rewritten
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
+from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.nodes import metadata
+from onnx_backend.proto.subgraphs import reads
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.numerics.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
@@ -40,6 +45,10 @@ _STILL_FLOAT = (
 _QUANTIZE_THE_REST = (
     "what the file leaves float, qsdk quantizes: sim = qsdk.quantize(model, None, qsdk.w8a8()), then "
     "qsdk.calibrate(sim, data) and qsdk.export(sim, path); in the shell, qsdk quantize MODEL OUT --data PATH"
+)
+_LEFT_FLOAT = (
+    "qsdk has left tensors of this file float, for the reasons that print(sim.coverage()) gives: change what they "
+    "name, compute these nodes outside of the model, or keep them float{target}: allow_float={nodes}"
 )
 _COLUMNS = ("node", "site", "op_type", "form", "rounding", "accumulator_bound", "channels")
 _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10
@@ -56,6 +65,7 @@ class IntegerResult:
         sites: name of every QuantizeLinear's output in the Q/DQ model -> its codes; not all of them are in `model`.
         operations: the recorded operations that are read, in order, before the target wrote them as nodes.
         constants: the constants that the operations read.
+        origins: name of a node or tensor of the Q/DQ model -> op type and name of the node that the user knows it by.
     """
 
     model: ModelProto
@@ -64,6 +74,7 @@ class IntegerResult:
     sites: Mapping[str, Codes]
     operations: tuple[Operation, ...] = ()
     constants: tuple[TensorProto, ...] = ()
+    origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def integers(self) -> bool:
@@ -120,18 +131,19 @@ def convert(
     values, refusals = walk(source, context, islands)
     outputs = _leave(source, context, values, refusals)
     if refusals:
-        raise IntegerError(_message(refusals))
+        raise IntegerError(_message(refusals, source, target))
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
     used = _kernels(kernels, weights)
     operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
-    integer = _assembled(source, context, outputs, opset, used, target == "portable")
+    integer = _assembled(source, context, outputs, opset, used, target)
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding, "tables": tables}
     if used is not None:
         options["weights"] = "signed" if used.signed else "unsigned"
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
     report, constants = _report(integer, certificate, edges, kernels), tuple(builder.initializers)
-    return IntegerResult(integer, certificate, report, context.sites, operations, constants)
+    known = origins(source.graph.node)
+    return IntegerResult(integer, certificate, report, context.sites, operations, constants, known)
 
 
 def _opset(model: ModelProto) -> int:
@@ -210,13 +222,39 @@ def _leave(
     return outputs
 
 
-def _message(refusals: Sequence[Refusal]) -> str:
-    rows = [f"  {r.op_type} {r.node!r}: {r.reason}; {r.remedy}" for r in refusals]
+def _message(refusals: Sequence[Refusal], source: ModelProto, target: str) -> str:
+    sites = sites_in_front(source.graph.node)
+    rows = []
+    for r in refusals:
+        site = sites.get(r.node, r.node)
+        where = "" if site.startswith(r.node) else f" (in front of the site {site})"
+        rows.append(f"  {r.op_type} {r.node!r}: {r.reason}{where}; {r.remedy}")
     count = f"{len(refusals)} node{'s' if len(refusals) > 1 else ''}"
     hint = ""
     if any(r.reason.endswith(_STILL_FLOAT) for r in refusals):
         hint = "\n" + _QUANTIZE_THE_REST
+        if ENCODINGS_KEY in metadata(source):
+            elsewhere = ' with target="standard"' if target == "portable" else ""
+            hint = "\n" + _LEFT_FLOAT.format(target=elsewhere, nodes=_float_run(refusals, source))
     return f"{count} cannot be made integer-only:\n" + "\n".join(rows) + hint
+
+
+def _float_run(refusals: Sequence[Refusal], source: ModelProto) -> list[str]:
+    """Return the refused nodes, and the nodes that read their floats or make the floats that leave the model."""
+    refused, found = {r.node for r in refusals}, list[str]()
+    floats = {r.node for r in refusals if r.op_type.startswith("graph ")}
+    for node in source.graph.node:
+        if label(node) in refused or (floats.intersection(reads(node)) and node.op_type != "QuantizeLinear"):
+            floats.update(node.output)
+            found.append(label(node))
+    makers = producers(source.graph.node)
+    ends = [makers[r.node] for r in refusals if r.op_type == "graph output" and r.node in makers]
+    while ends:
+        node = ends.pop()
+        if node.op_type not in ("DequantizeLinear", "Constant") and label(node) not in found:
+            found.append(label(node))
+            ends += [makers[name] for name in node.input if name in makers]
+    return found
 
 
 def _assembled(
@@ -225,8 +263,9 @@ def _assembled(
     outputs: dict[str, Codes | None],
     opset: int,
     kernels: KernelChoice | None,
-    portable: bool,
+    target: str,
 ) -> ModelProto:
+    portable = target == "portable"
     graph = onnx.GraphProto()
     graph.name = f"{model.graph.name or 'model'}.integer"
     stored_names = {tensor.name for tensor in model.graph.initializer}
@@ -265,11 +304,13 @@ def _assembled(
     assembled.producer_name = "qsdk"
     helper.set_model_props(assembled, metadata)
     if portable:
-        _rewrite(assembled, ctx.builder, exact, bounds)
+        _rewrite(assembled, ctx.builder, exact, bounds, model)
     return assembled
 
 
-def _rewrite(model: ModelProto, b: Builder, exact: set[str], bounds: Mapping[str, tuple[int, int]]) -> None:
+def _rewrite(
+    model: ModelProto, b: Builder, exact: set[str], bounds: Mapping[str, tuple[int, int]], source: ModelProto
+) -> None:
     """Rewrite a model in operators and ranges that every runtime computes exactly.
 
     Raises:
@@ -277,7 +318,10 @@ def _rewrite(model: ModelProto, b: Builder, exact: set[str], bounds: Mapping[str
     """
     refused = rewritten(model, b, exact, bounds, HANDLERS)
     if refused:
-        raise IntegerError(_message([Refusal(node, op, r.reason, r.remedy) for node, op, r in refused]))
+        known = origins(source.graph.node)
+        rows = [(origin(node, known) or (op, node), r) for node, op, r in refused]
+        found = dict.fromkeys(Refusal(node, op, r.reason, r.remedy) for (op, node), r in rows)
+        raise IntegerError(_message(list(found), source, "portable"))
     nodes = live(b.nodes, {info.name for info in model.graph.output})
     del model.graph.node[:], model.graph.initializer[:]
     model.graph.node.extend(node for node in nodes if isinstance(node, onnx.NodeProto))

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -82,7 +81,8 @@ def _converted(
 ) -> tuple[ModelProto, IntegerResult, dict[str, Any]]:
     """Convert at fixed sizes (of the data, else of the example) where open ones prevent it; return these sizes too.
 
-    A refusal states if fixed sizes would help. `straight` refuses steps whose number is open, as fixed sizes do.
+    A refusal is that of the fixed sizes, or states if fixed ones would help. `straight` refuses steps whose number is
+    open, as fixed sizes do.
     """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:
@@ -100,9 +100,11 @@ def _converted(
         refused = error
     given, origin = (sizes_of(model, batches[0]), "data=") if batches else (sizes_of_example(model), "the example")
     for sizes in given:
-        with suppress(IntegerError):
+        try:
             return *attempt(sizes), _facts(sizes, origin)
-    raise IntegerError(refused.args[0] + (_hint(model, attempt, refused) if not batches else "")) from refused
+        except IntegerError as error:
+            refused = error  # what is in the way at these sizes, without the complaints about open ones
+    raise IntegerError(f"{refused}{'' if given else _hint(model, attempt, refused)}") from refused
 
 
 def _facts(sizes: Mapping[str, Sequence[int | None]], origin: str) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def require_integers(path: Path, feeds: dict[str, np.ndarray]) -> None:
         assert re.match(r"\d+ nodes? cannot be made integer-only", first)
         assert lines
         if not lines[-1].startswith("  "):
-            assert lines.pop().startswith("what the file leaves float, qsdk quantizes")
+            assert lines.pop().startswith("qsdk has left tensors of this file float")
         for line in lines:
             named = re.match(r"  .+? '(.+?)': .+; .+", line)
             assert named, line

@@ -87,6 +87,7 @@ class FirmwareProgram:
         outputs: plain dicts.
         arrays: the constants by name.
         model: the integer-only model that computes the same.
+        origins: name -> op type and name of the node of the Q/DQ model.
     """
 
     opset: int
@@ -95,6 +96,7 @@ class FirmwareProgram:
     outputs: list[dict[str, Any]]
     arrays: dict[str, Array]
     model: ModelProto
+    origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the arrays as plain values."""
@@ -182,7 +184,8 @@ class _Writer:
         for name in (entry["tensor"] for entry in outputs):
             self._constant(name)
         opset = self._result.model.opset_import[0].version
-        return FirmwareProgram(opset, inputs, self._ops, outputs, self._arrays, self._result.model)
+        result = self._result
+        return FirmwareProgram(opset, inputs, self._ops, outputs, self._arrays, result.model, result.origins)
 
     def _add(
         self,

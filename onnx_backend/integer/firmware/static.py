@@ -14,6 +14,7 @@ from onnx import ModelProto, helper
 from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, place_in_arena
 from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest
 from onnx_backend.integer.ir.values import Array
+from onnx_backend.integer.lowering.unsupported import origin
 from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.proto.graph_queries import declared_sizes
@@ -21,6 +22,7 @@ from qsdk.core.errors import IntegerError
 from qsdk.core.graph.op_facts import MOVEMENTS
 
 _REMEDY = "write the program as .npz, which has them all"
+_SOFTMAX = "leave it out of the model and take the largest of its inputs, which is the largest of its results; or "
 _TYPES = frozenset({"uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"})
 _MOVES = (MOVEMENTS - {"GatherElements"}) | {"Pad", "Resize"}
 _BINARY: Mapping[str, str] = MappingProxyType(
@@ -90,6 +92,7 @@ class _StaticLowering:
     def __init__(self, program: FirmwareProgram, seen: Mapping[str, Array]) -> None:
         self._seen = seen
         self.constants = dict(program.arrays)
+        self._origins = program.origins
         self._dtypes = {name: op["dtypes"][i] for op in program.ops for i, name in enumerate(op["outputs"])}
         self.ops: list[StaticOp] = []
 
@@ -101,7 +104,7 @@ class _StaticLowering:
             return
         lower = _FORMS.get(op["op"])
         if lower is None:
-            raise _inexpressible(op, f"the operator {op['op']} has no form in C")
+            raise self.inexpressible(op, f"the operator {op['op']} has no form in C")
         lower(self, op)
 
     def emit(self, kind: str, op: dict[str, Any], inputs: Sequence[str], output: str = "", **fields: Any) -> None:
@@ -124,7 +127,7 @@ class _StaticLowering:
         """
         name = op["inputs"][index] if index < len(op["inputs"]) else ""
         if name and name not in self.constants:
-            raise _inexpressible(op, f"its input {name!r} is computed from data")
+            raise self.inexpressible(op, f"its input {name!r} is computed from data")
         return self.constants[name] if name else None
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -144,9 +147,11 @@ class _StaticLowering:
             raise IntegerError(f"tensor {name!r} is of {dtype}, which has no form in C; {_REMEDY}")
         return StaticTensor(name, dtype, found.shape, values)
 
-
-def _inexpressible(op: dict[str, Any], reason: str) -> IntegerError:
-    return IntegerError(f"the header cannot express {op['op']} {op['node']!r}: {reason}; {_REMEDY}")
+    def inexpressible(self, op: dict[str, Any], reason: str) -> IntegerError:
+        """Return the refusal of an operation, by the node of the Q/DQ model that it belongs to."""
+        kind, node = origin(op["node"], self._origins) or (op["op"], op["node"])
+        leave = _SOFTMAX if kind in ("Softmax", "LogSoftmax") else ""
+        return IntegerError(f"the header cannot express {kind} {node!r}: {reason}; {leave}{_REMEDY}")
 
 
 def _conv(low: _StaticLowering, op: dict[str, Any]) -> None:
@@ -159,7 +164,7 @@ def _window(low: _StaticLowering, op: dict[str, Any], kernel: Sequence[int]) -> 
     """Return kernel, strides, dilations and pads at the beginning, of 3 spatial axes."""
     rank, attrs = len(kernel), op["attributes"]
     if rank > _SPATIAL:
-        raise _inexpressible(op, f"it has {rank} spatial axes")
+        raise low.inexpressible(op, f"it has {rank} spatial axes")
     strides, dilations = (list(attrs.get(key, [1] * rank)) for key in ("strides", "dilations"))
     pads = list(attrs.get("pads", [0] * 2 * rank))[:rank]
     how = attrs.get("auto_pad", "NOTSET")
@@ -184,14 +189,14 @@ def _matmul(low: _StaticLowering, op: dict[str, Any]) -> None:
     elif op["op"] == "MatMulInteger":
         given = [low.value(op, 2), low.value(op, 3)]
         if any(zeros is not None and zeros.size > 1 for zeros in given):
-            raise _inexpressible(op, "it has several zero points")
+            raise low.inexpressible(op, "it has several zero points")
         inputs, zero_points = op["inputs"][:2], [0 if zeros is None else int(zeros.item()) for zeros in given]
     else:
         inputs, zero_points = [op["inputs"][0], parameters["weight"]], [attrs["zero_point"], 0]
         if attrs["weight_first"]:
             inputs, zero_points = inputs[::-1], zero_points[::-1]
     if min(len(low.shape(name)) for name in inputs) < 2:
-        raise _inexpressible(op, "one of its operands is a vector")
+        raise low.inexpressible(op, "one of its operands is a vector")
     low.emit("MATMUL", op, inputs, zero_point=zero_points)
 
 
@@ -201,7 +206,7 @@ def _multiply(low: _StaticLowering, op: dict[str, Any]) -> None:
 
 def _binary(low: _StaticLowering, op: dict[str, Any]) -> None:
     if op["op"] == "BitShift" and op["attributes"]["direction"] != "RIGHT":
-        raise _inexpressible(op, "it shifts to the left")
+        raise low.inexpressible(op, "it shifts to the left")
     low.emit(_BINARY[op["op"]], op, op["inputs"])
 
 
@@ -210,7 +215,7 @@ def _pool(low: _StaticLowering, op: dict[str, Any]) -> None:
     kind = "WINDOW_SUM" if op["op"] == "WindowSum" else "MAX_POOL"
     dtype = low.tensor(op["inputs"][0]).dtype
     if dtype != "uint8":
-        raise _inexpressible(op, f"it reads {dtype}, not codes of 8 bits")
+        raise low.inexpressible(op, f"it reads {dtype}, not codes of 8 bits")
     low.emit(kind, op, op["inputs"][:1], zero_point=[op["attributes"].get("zero_point", 0), 0], **window)
 
 
@@ -281,7 +286,7 @@ def _move(low: _StaticLowering, op: dict[str, Any]) -> None:
     """Lower an op that moves elements, by moving their positions."""
     source, rest = op["inputs"][0], [low.value(op, i) for i in range(1, len(op["inputs"]))]
     if source in low.constants:
-        raise _inexpressible(op, "it reads a constant at places computed from data")
+        raise low.inexpressible(op, "it reads a constant at places computed from data")
     fill = 0
     if op["op"] == "Pad" and op["attributes"].get("mode", "constant") == "constant":
         fill = 0 if len(rest) < 2 or rest[1] is None else int(rest[1])

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto
 
+from onnx_backend.integer.fixed_point.to_fixed import to_fixed
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label, move
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
     Constant,
+    FixedPoint,
     Floating,
     FloatInput,
     Integers,
@@ -67,7 +69,7 @@ def keep_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
     require_no_bodies(node)
     b = ctx.builder
     before = len(b.nodes)
-    inputs = [_as_float(ctx, arg) if arg is not None else "" for arg in args]
+    inputs = [_as_float(ctx, arg, name) if arg is not None else "" for arg, name in zip(args, node.input, strict=True)]
     outputs = b.copy(node, inputs)
     written = [written for written in b.nodes[before:] if isinstance(written, NodeProto)]
     ctx.floats.update(name for one in written for name in one.output)
@@ -81,7 +83,7 @@ def keep_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
     return found[0] if len(found) == 1 else found
 
 
-def _as_float(ctx: LoweringContext, value: Value) -> str:
+def _as_float(ctx: LoweringContext, value: Value, tensor: str) -> str:
     b = ctx.builder
     if isinstance(value, Floating):
         return value.name
@@ -100,7 +102,24 @@ def _as_float(ctx: LoweringContext, value: Value) -> str:
         return b.node("Gather", [b.constant(value.values, np.float32), b.cast(value.name, TensorProto.INT32)])
     if isinstance(value, Linear):
         return _summed(ctx, value)
-    raise Refused("its input has no float form", "name the node before it in allow_float too")
+    try:
+        return _of_fixed(ctx, to_fixed(ctx, value))
+    except Refused as refused:
+        remedy = f"name the node that makes {tensor!r} in allow_float too"
+        raise Refused(f"its input {tensor!r} has no float form: {refused.reason}", remedy) from refused
+
+
+def _of_fixed(ctx: LoweringContext, value: FixedPoint) -> str:
+    """Return fixed point as the float that it represents."""
+    if value.missing or value.infinite:
+        raise Refused("integers stand for its NaN or infinities", "name the node that makes it in allow_float")
+    b = ctx.builder
+    found = b.node("Mul", [b.cast(value.name, TensorProto.FLOAT), b.constant(value.scale, np.float32)])
+    if np.any(value.constant):
+        found = b.node("Add", [found, b.constant(value.constant, np.float32)])
+    if value.masked:
+        found = b.node("Where", [value.masked, b.constant(value.floor, np.float32), found])
+    return found
 
 
 def _dequantized(b: Builder, codes: str, encoding: ActivationEncoding) -> str:

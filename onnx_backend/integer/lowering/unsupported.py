@@ -1,11 +1,14 @@
 """Why some operators have no integer form, and what to do instead."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from onnx import NodeProto
 
+from onnx_backend.integer.ir.context import label
 from onnx_backend.integer.ir.values import Refused
+from onnx_backend.proto.graph_queries import consumers, producers
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import captured_tensors, has_bodies
 
 _REPLACE = "replace it by operators that have one, or keep it float: name it in allow_float"
@@ -59,3 +62,40 @@ def require_no_bodies(node: NodeProto) -> None:
     """
     if has_bodies(node) and captured_tensors(node):
         raise Refused(*_REASONS.get(node.op_type, _CONTROL_FLOW))
+
+
+def origins(nodes: Iterable[NodeProto]) -> dict[str, tuple[str, str]]:
+    """Return name of a node or tensor of a Q/DQ model -> op type and name of the node that the user knows it by.
+
+    A QuantizeLinear stands for the node whose result it quantizes.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for node in nodes:
+        known = (node.op_type, label(node))
+        if node.op_type == "QuantizeLinear":
+            known = found.get(node.input[0], known)
+        found.update(dict.fromkeys((label(node), *node.output), known))
+    return found
+
+
+def origin(name: str, known: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
+    """Return op type and name of the node of the Q/DQ model that a node of the integer model was written for."""
+    name = name.removesuffix("_node")
+    while name not in known and "." in name:
+        name = name.rpartition(".")[0]
+    return known.get(name)
+
+
+def sites_in_front(nodes: Iterable[NodeProto]) -> dict[str, str]:
+    """Return name of a node -> the site in front of whose quantizer it stands, of a file that qsdk has written."""
+    listed = list(nodes)
+    readers, makers, found = consumers(listed), producers(listed), dict[str, str]()
+    for node in listed:
+        site = metadata(node).get("qsdk.site") if node.op_type == "DequantizeLinear" else None
+        quantize = makers.get(node.input[0]) if site else None
+        made_by = makers.get(quantize.input[0]) if quantize is not None else None
+        while site and made_by is not None and made_by.op_type != "DequantizeLinear" and label(made_by) not in found:
+            found[label(made_by)] = site
+            alone = [makers[name] for name in made_by.input if name in makers and len(readers[name]) == 1]
+            made_by = alone[0] if alone else None
+    return found

@@ -72,6 +72,44 @@ def test_an_accumulator_and_a_float_input_may_enter_an_island_and_its_result_may
         convert(net.model(), allow_float=["Det", "Sub"], edges="integer")
 
 
+def divided(net, x):
+    squares = net.op("ReduceSum", net.op("Mul", x, x), net.const(np.array([2])), keepdims=1)
+    return net.op("Div", x, net.op("Sqrt", net.op("Add", squares, net.const(np.float32(0.1)))))
+
+
+def joined(net, x):
+    return net.op("Concat", x, net.op("Softmax", x), axis=0)
+
+
+def larger(net, x):
+    return net.op("Max", x, net.op("MatMul", x, net.weight((3, 3), 1)[0]))
+
+
+def leaky(net, x):
+    return net.op("LeakyRelu", net.op("MatMul", x, net.weight((3, 3), 1)[0]), alpha=0.1)
+
+
+@pytest.mark.parametrize("before", [divided, joined, larger, leaky, lambda net, x: net.op("Softmax", x)])
+def test_whatever_integers_stand_for_may_enter_an_island(before):
+    net = Net()
+    x = before(net, net.qdq(net.input([2, 3, 3]), 0.031, 117))
+    net.output(net.op("Det", x), [None])
+    result = convert(net.model(), allow_float=["Det"])
+    inputs = {"x": np.random.default_rng(0).uniform(-4, 4, (2, 3, 3)).astype(np.float32)}
+    wanted = simulate(net.model(), inputs)["y"]
+    assert np.abs(wanted).max() > 1e-4
+    np.testing.assert_allclose(run(result.model, inputs)["y"], wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_node_that_has_to_be_named_too_is_named():
+    net = Net()
+    x = net.op("Clip", net.input([2, 3, 3]), net.const(np.float32(0)))
+    net.output(net.qdq(net.op("Det", x), 0.2, 120), [2])
+    with pytest.raises(IntegerError, match=f"name the node that makes '{x}' in allow_float too"):
+        convert(net.model(), allow_float=["Det"])
+    assert convert(net.model(), allow_float=["Det", f"node_{x}"]).report.summary["float_nodes"] == 2
+
+
 def test_a_pattern_that_matches_nothing_is_an_error():
     with pytest.raises(ConfigError, match="allow_float='Softmx' matches no node; node names are like node_"):
         convert(with_island("Tanh"), allow_float=["Softmx"])

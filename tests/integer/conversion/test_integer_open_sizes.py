@@ -108,6 +108,18 @@ def test_sizes_come_from_the_example_where_they_are_needed(door, tmp_path):
         assert (summary["fixed_shapes"]["x"][1:], summary["sizes_from"]) == ([4, 5], origin)
 
 
+def test_a_refusal_at_the_sizes_of_data_is_the_true_one(tmp_path):
+    net = Net()
+    x = net.qdq(net.input(["n", "length", 8]), 0.031, 117)
+    total = net.qdq(net.op("ReduceSum", x, net.const(np.array([1]))), 0.2, 120)
+    net.output(net.qdq(net.op("Hardmax", total), 0.004, 0), ["n", 1, 8])
+    with pytest.raises(IntegerError) as caught:
+        qsdk.to_integer(net.model(), tmp_path / "int.onnx", data=[{"x": noise((4, 6, 8))}], progress=False)
+    assert "Hardmax 'node_hardmax" in str(caught.value)
+    assert "ReduceSum" not in str(caught.value)
+    assert "shapes=" not in str(caught.value)
+
+
 @pytest.mark.parametrize("said", ["{", "[1]", '{"x": [3, 5, 7]}', '{"x": [3, 4]}', '{"x": [3, 4, -7]}', '{"y": [3]}'])
 def test_an_example_that_does_not_fit_the_file_is_none(said, tmp_path):
     model = dynamic_product()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from foreign_forms import OUT, cast_and_back, of_weight, stamped, started
 from integer_models import Net
 from onnx import TensorProto, helper
@@ -164,6 +165,59 @@ def test_what_is_still_float_gets_a_remedy_of_its_own(tmp_path):
     with pytest.raises(qsdk.IntegerError) as caught:
         qsdk.to_integer(behind("Hardmax"), tmp_path / "integer.onnx")
     assert "qsdk.quantize" not in str(caught.value)
+
+
+class Turned(torch.nn.Module):
+    """Angles far beyond a turn, which qsdk leaves float."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 4)
+        self.rates = torch.nn.Buffer(torch.logspace(0, -4, 8))
+
+    def forward(self, x):
+        return self.head(torch.sin(x * self.rates))
+
+
+def test_advice_for_a_file_of_qsdk_can_be_followed(tmp_path):
+    x = 5e4 * torch.rand(16, 8)
+    sim = qsdk.quantize(Turned(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")
+    with pytest.raises(qsdk.IntegerError) as caught:
+        qsdk.to_integer(tmp_path / "q.onnx", tmp_path / "i.onnx", progress=False)
+    assert "qsdk.quantize(" not in str(caught.value)
+    assert "print(sim.coverage()) gives" in str(caught.value)
+    named = ast.literal_eval(str(caught.value).rpartition("allow_float=")[2])
+    assert len(named) == 2
+    report = qsdk.to_integer(tmp_path / "q.onnx", tmp_path / "i.onnx", allow_float=named, data=[x], progress=False)
+    assert report.summary["float_nodes"] == 2
+    assert report.summary["operations_max_lsb"] <= 1
+    with pytest.raises(qsdk.IntegerError, match=r'float with target="standard": allow_float='):
+        qsdk.to_integer(tmp_path / "q.onnx", tmp_path / "i.onnx", target="portable", progress=False)
+
+
+class Inner(torch.nn.Module):
+    def forward(self, x):
+        return torch.linalg.det(x)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner(x) * 2.0
+
+
+def test_a_node_that_an_exporter_has_named_is_shown_with_its_site(tmp_path):
+    x = torch.randn(4, 3, 3)
+    sim = qsdk.quantize(Wrapped(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")
+    with pytest.raises(qsdk.IntegerError, match=r"in front of the site inner/\S+:output\)"):
+        qsdk.to_integer(tmp_path / "q.onnx", tmp_path / "i.onnx", progress=False)
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------
