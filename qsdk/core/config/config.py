@@ -10,6 +10,7 @@ from qsdk.core.atomic_files import write_text
 from qsdk.core.config.for_dialect import (
     changed_choices,
     float_biases_of,
+    fuses_slopes,
     hardware_in,
     only_linear_in,
     unsigned_linear_in,
@@ -76,7 +77,8 @@ class QuantConfig:
             belong to an op (Softmax lies in 0..1).
         tie: whether a Concat, or another op that keeps the grid, shares its inputs' encoding; None ties all but a
             Concat of parts of different kinds that leaves the model (boxes and scores of a detector).
-        supergroup: whether ops that run as one are quantized as one.
+        supergroup: whether ops that run as one are quantized as one; None as ONNX Runtime runs them: all but a
+            LeakyRelu or PRelu behind a convolution of 8 bits.
         supergroups: names of the supergroups to look for, chains of op types such as `Conv+Relu` among them; None for
             all that qsdk knows.
         hardware: name of the chip whose placement rules are applied as well, such as `v73`; None for none.
@@ -110,7 +112,7 @@ class QuantConfig:
     kv_cache_scales: CacheScales | None = None
     symmetric_weights: bool | None = None
     fixed_range: FixedRange | None = None
-    supergroup: bool = True
+    supergroup: bool | None = None
     supergroups: tuple[str, ...] | None = None
     hardware: str | None = None
     dynamic_activations: Dynamic = False
@@ -226,7 +228,8 @@ class QuantConfig:
 
         Activations of int8 become uint8 for `qnn` and `openvino`; those for `tensorrt` are int8 and symmetric, and
         biases stay float. For `qnn`, what a MatMul reads as its second operand has the middle of its grid for its zero
-        point. Calibrate and train after it, so that the simulation is what the runtime computes.
+        point. A LeakyRelu or PRelu is quantized as one with the layer in front of it for `openvino` and `tensorrt`, and
+        apart from it for `qnn`. Calibrate and train after it, so that the simulation is what the runtime computes.
 
         For `onnxruntime`, int8 weights of Linear layers become uint8 with a zero point of 128: the same integers, which
         the runtime multiplies as they are, exactly on every processor; of int8 it makes floats in every run.
@@ -249,6 +252,9 @@ class QuantConfig:
             unsigned = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": uint8}
             unsigned |= {"symmetric_weights": self.symmetric_weights is not False}
             first = make_rule("*", unsigned, optional=True)  # so that every rule of the user's comes after it
+            changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
+        if (fused := fuses_slopes(dialect)) is not None:
+            first = make_rule("*", {"op_type": ("LeakyRelu", "PRelu"), "supergroup": fused}, optional=True)
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
         op_types, bias = float_biases_of(dialect)
         return changed.override("*", op_type=op_types, bias=bias, optional=True) if op_types else changed

@@ -23,6 +23,7 @@ class Changes:
         only_linear: True if linear layers alone are quantized.
         unsigned_linear: True if linear layers of 8 bits are faster with uint8 weights whose zero point is 128.
         hardware: of `qsdk.core.planning.hardware`, for configs that name none.
+        fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
     """
 
     activations: Mapping[str, DType] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Changes:
     only_linear: bool = False
     unsigned_linear: bool = False
     hardware: str | None = None
+    fused_slopes: bool | None = None
 
 
 _FLOAT8 = frozenset({"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"})
@@ -49,6 +51,7 @@ CHANGES: Mapping[str, Changes] = {
         no_activations=_FLOAT8 | _NARROW,
         weights={"uint8": int8},
         no_weights=_NARROW | _FORMATS,
+        fused_slopes=True,
     ),
     "qnn": Changes(
         activations={"int8": uint8, "int16": uint16, "uint4": uint8, "int4": uint8},
@@ -58,6 +61,7 @@ CHANGES: Mapping[str, Changes] = {
         blocks=False,
         float_biases=("LayerNormalization", "LayerNorm*", "GroupNorm*", "InstanceNorm*"),
         hardware="qnn",
+        fused_slopes=False,
     ),
     "tensorrt": Changes(
         activations={"uint8": int8},
@@ -66,6 +70,7 @@ CHANGES: Mapping[str, Changes] = {
         no_weights=frozenset({"uint2", "int2", "int16", "uint4"}),
         symmetric=True,
         float_biases=("*",),
+        fused_slopes=True,
     ),
     "compressed-tensors": Changes(
         activations={"uint8": int8, "uint16": float32, "int16": float32},
@@ -131,3 +136,8 @@ def unsigned_linear_in(dialect: str) -> bool:
 def hardware_in(dialect: str) -> str | None:
     """Return the target whose rules hold in a dialect for configs that name none."""
     return CHANGES[dialect].hardware
+
+
+def fuses_slopes(dialect: str) -> bool | None:
+    """Return whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime."""
+    return CHANGES[dialect].fused_slopes

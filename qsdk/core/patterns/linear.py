@@ -10,7 +10,9 @@ from qsdk.core.patterns.supergroup import Supergroup
 
 #: ops that end in an accumulator, whose activation is folded into its requantization
 HEADS = LINEAR | {"Add", "Sub", "Mul", "BatchNormalization"}
-ACTIVATIONS = frozenset({"Relu", "Clip", "LeakyRelu", "PRelu"})
+#: activations that not every runtime computes in one kernel with the layer
+SLOPES = frozenset({"LeakyRelu", "PRelu"})
+ACTIVATIONS = SLOPES | {"Relu", "Clip"}
 
 
 def linear_groups(graph: Graph, taken: Container[int]) -> Mapping[int, Supergroup]:

@@ -7,9 +7,10 @@ from types import MappingProxyType
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Place
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.dtypes import DType, float32
 from qsdk.core.patterns.chains import find_chains, is_chain
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
+from qsdk.core.patterns.linear import SLOPES
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.choices import ResolvedConfig, Resolver
 from qsdk.core.planning.no_grid.counted import becomes_integers
@@ -146,14 +147,29 @@ class PlanningContext:
         if self.config.supergroups is not None:
             result = {op: group for op, group in matched.items() if not is_chain(group.name)}
             result |= find_chains(self.graph, filter(is_chain, self.config.supergroups), result)
-        if self.config.supergroup and all(rule.supergroup is None for rule in self.config.rules):
-            return result
+        asked = self.config.supergroup is False or any(rule.supergroup is not None for rule in self.config.rules)
         # rules are applied to every member as if it were alone
-        alone = {op for op in result for t in self.graph.ops[op].outputs if not self._stays_in_group(t, op)}
-        return {op: group for op, group in result.items() if alone.isdisjoint(group.ops)}
+        choices = {op: self._is_one_op(op, group) for op, group in result.items() if asked or self._is_slope(op)}
+        alone = {op for op, one in choices.items() if not one}
+        groups = {op: _without_last(group) if group.ops[-1] in alone else group for op, group in result.items()}
+        return {op: group for op, group in groups.items() if op in group.ops and alone.isdisjoint(group.ops)}
 
-    def _stays_in_group(self, tensor: int, op: int) -> bool:
-        return self.result_choice(tensor, op).wanted.supergroup
+    def _is_slope(self, op: int) -> bool:
+        return self.graph.ops[op].type in SLOPES
+
+    def _is_one_op(self, op: int, group: Supergroup) -> bool:
+        """Return whether an op is quantized as one with its group: as the config says, else as ONNX Runtime runs it.
+
+        That has an integer kernel for a Conv of 8 bits only if its own result has a pair.
+        """
+        wanted = self.result_choice(self.graph.ops[op].outputs[0], op).wanted
+        if wanted.supergroup is not None or self.config.supergroups is not None or not self._is_slope(op):
+            return wanted.supergroup is not False
+        dtypes: list[object] = [float32 if wanted.dynamic_activations else wanted.activation]
+        if self.graph.ops[group.ops[0]].type == "Conv":
+            stored = (o.root for o in self.operands[group.ops[0]] if o.role == "weight")
+            dtypes += [self.resolver.at(self.stored_place(group.ops[0], root)).wanted.weight for root in stored]
+        return len(dtypes) < 2 or not all(isinstance(one, DType) and one.is_integer and one.bits == 8 for one in dtypes)
 
     def _types(self, op: int) -> tuple[str, ...]:
         """Return the op types of a result: those of the members of a chain, else the name of the supergroup."""
@@ -173,6 +189,12 @@ class PlanningContext:
         sites = [self.graph.tensors[t].site for t in tensors]
         modules = [self.graph.ops[member].module for member in members]  # further names, which no site has
         return tuple(dict.fromkeys([*(owner_of(site) for site in sites if site is not None), *filter(None, modules)]))
+
+
+def _without_last(group: Supergroup) -> Supergroup:
+    """Return a chain without its last op, or a supergroup of another kind without any op."""
+    left = group.ops[:-1] if is_chain(group.name) and len(group.ops) > 2 else ()
+    return Supergroup(left, group.name.rpartition("+")[0])
 
 
 def _names(group: Supergroup) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from onnx import helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.opening.read_graph import read_graph
+from qsdk.core.config.config import w4a8, w8a8, w8a16
 from qsdk.core.patterns.find import Supergroup, match_supergroups
 
 SHAPE = [2, 8]
@@ -243,8 +244,43 @@ def test_a_prelu_with_a_stored_slope_is_taken_in_and_its_slope_quantized(slope, 
     stored |= {"shape": np.array([4, 1, 1])} if reshaped else {}
     model = make_model(nodes, {"x": [1, 3, 4, 4]}, {"y": [1, 4, 4, 4]}, stored)
     assert [group.name for group in groups(model)] == (["Conv+PRelu"] if grouped else [])
-    assert ("c" in quantized_tensors(model)) is not grouped
-    assert "slope" in quantized_tensors(model)
+    found = quantized_tensors(model, w8a8().for_dialect("openvino"))
+    assert ("c" in found) is not grouped
+    assert "slope" in found
+
+
+SLOPE = {"LeakyRelu": ["s"], "PRelu": ["s", "slope"]}
+
+
+@pytest.mark.parametrize("slope", SLOPE)
+@pytest.mark.parametrize(
+    ("head", "config", "apart"),
+    [
+        ("Conv", w8a8(), True),
+        ("Conv", w8a8().for_dialect("onnxruntime"), True),
+        ("Conv", w8a8().for_dialect("openvino"), False),
+        ("Conv", w8a8().for_dialect("tensorrt"), False),
+        ("Conv", w8a8().override(op_type=("LeakyRelu", "PRelu"), supergroup=True), False),
+        # without 8 bits on all sides, ONNX Runtime has no integer kernel that a pair could help
+        ("Conv", w8a16(), False),
+        ("Conv", w4a8(), False),
+        ("Conv", w8a8().skip("head:weight"), False),
+        ("Conv", w8a8().override(dynamic_activations=True), False),
+        ("Conv", w8a16().for_dialect("qnn"), True),
+        *((head, w8a8(), False) for head in ("MatMul", "MatMul+Add", "Add")),
+        *((head, w8a8().for_dialect("qnn"), True) for head in ("MatMul", "MatMul+Add", "Add")),
+    ],
+)
+def test_whether_a_slope_is_one_op_with_its_layer_depends_on_the_runtime(slope, head, config, apart):
+    shape = [1, 8, 8] if "MatMul" in head else [1, 8, 4, 4]
+    stored = weights(w=(8, 8) if "MatMul" in head else (8, 8, 1, 1), b=(8,)) | {"slope": np.full((1,), 0.1, np.float32)}
+    second = {"Add": "x", "Conv": "w"}.get(head, "w")
+    nodes = [helper.make_node(head.split("+")[0], ["x", second], ["p" if "+" in head else "s"], "head")]
+    nodes += [helper.make_node("Add", ["p", "b"], ["s"], "bias")] if "+" in head else []
+    nodes.append(helper.make_node(slope, SLOPE[slope], ["y"], "slope"))
+    found = quantized_tensors(make_model(nodes, {"x": shape}, {"y": shape}, stored), config)
+    assert ("s" in found) is apart
+    assert "p" not in found  # a bias stays with its layer
 
 
 def test_a_clip_with_computed_bounds_is_an_op_of_its_own():

@@ -8,7 +8,7 @@ from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.config.config import w8a8
+from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.planning.make_plan import make_plan
 
 SHAPE = (2, 6, 4, 8)
@@ -167,10 +167,13 @@ def error_of(model: ModelProto, norm: Norm) -> float:
     return float(np.abs(y - meaning(norm, x, stored.get("gamma"), stored.get("beta"))).max())
 
 
-def quantized_tensors(model: ModelProto) -> set[str]:
-    """The names of the tensors that the default plan quantizes."""
+W8A8 = w8a8()
+
+
+def quantized_tensors(model: ModelProto, config: QuantConfig = W8A8) -> set[str]:
+    """The names of the tensors that a config quantizes, the default one if none is given."""
     graph = read_graph(model)
-    plan = make_plan(graph, w8a8())
+    plan = make_plan(graph, config)
     return {graph.tensors[graph.sites[site]].name for site, d in plan.decisions.items() if d.quantized}
 
 

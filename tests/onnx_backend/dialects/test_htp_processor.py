@@ -152,3 +152,17 @@ def test_masked_attention_is_simulated_as_the_htp_computes_it(tmp_path):
     parity = qsdk.check_parity(sim, tmp_path / "m.onnx", [batch], runtime="qnn", progress=False)
     assert parity.summary["passed"], str(parity)
     assert parity.summary["activations_max_lsb"] <= 1
+
+
+@pytest.mark.parametrize(("head", "slope"), [("Conv", "LeakyRelu"), ("Gemm", "PRelu")])
+def test_a_layer_with_a_slope_behind_it_runs_whole_on_the_htp(tmp_path, head, slope):
+    rng, shape = np.random.default_rng(0), (1, 4, 8, 8) if head == "Conv" else (8, 4)
+    stored = {"w": rng.normal(size=(4, 4, 1, 1)[: len(shape)]).astype(np.float32), "slope": np.full(1, 0.1, np.float32)}
+    behind = helper.make_node(slope, ["c", "slope"] if slope == "PRelu" else ["c"], ["y"], "slope")
+    model = built([helper.make_node(head, ["x", "w"], ["c"], "head"), behind], {"x": shape}, stored)
+    x = {"x": rng.normal(size=shape).astype(np.float32)}
+    sim = qsdk.quantize(model, None, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn")
+    (found,) = QnnRunner(onnx.load(tmp_path / "m.onnx"), cpu_fallback=False).run(x)
+    assert np.abs(found - sim.run(x)[0]).max() <= 2.01 * sim.encodings["slope:output"].scale

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
+from torch import nn
 
 import qsdk
 from onnx_backend.other_runtimes import runner
@@ -195,7 +197,8 @@ def test_what_a_dialect_lacks_is_said_by_name(tmp_path):
 
 def test_rules_of_a_config_are_changed_for_a_dialect_too():
     config = qsdk.w8a8().override("head", weight="uint8", activation="int8").for_dialect("qnn")
-    assert (str(config.rules[0].weight), str(config.rules[0].activation)) == ("int8", "uint8")
+    rule = next(rule for rule in config.rules if rule.pattern == "head")
+    assert (str(rule.weight), str(rule.activation)) == ("int8", "uint8")
 
 
 def test_for_onnxruntime_weights_become_uint8_unless_a_rule_says_otherwise():
@@ -356,3 +359,18 @@ def test_openvino_compiles_a_model_for_its_sizes_or_once_as_it_is_written():
             compiled.append(opened.compiled)
         assert (compiled[0] is compiled[1]) is not fixed_sizes
         assert compiled[1].inputs[0].get_partial_shape().is_dynamic is not fixed_sizes
+
+
+def test_onnxruntime_runs_a_convolution_and_the_slope_behind_it_in_integers(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 1), nn.PReLU(4)).eval()
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    sim = qsdk.quantize(net, x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "run.onnx")
+    ort.InferenceSession(tmp_path / "m.onnx", options)
+    kernels = [node.op_type for node in onnx.load(tmp_path / "run.onnx").graph.node]
+    assert kernels.count("QLinearConv") == 2
+    assert "Conv" not in kernels
+    assert "QLinearLeakyRelu" in kernels
