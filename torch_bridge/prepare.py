@@ -154,7 +154,8 @@ def _fold_and_wrap(
     if folds:
         unwrap_model(own)
         for fold in folds:
-            if not fold.before:
+            norm = own.get_submodule(fold.norm)
+            if not fold.before and isinstance(norm, nn.modules.batchnorm._BatchNorm):
                 trainable.append(trainable_norm_of(own, fold))
             undo_fold = apply_fold(own, fold)
             if undo_steps is not None:
@@ -162,12 +163,14 @@ def _fold_and_wrap(
         runtime = wrap_model(own, declared)
     root = state_of(own)
     root.folds, root.computed, root.norms = tuple(folds), tuple(computed), output_stats
+    for fold in folds:
+        state_of(own.get_submodule(fold.norm)).without_norm = fold.has_own_forward
     wrap_trainable_norms(own, tuple(trainable))
     aliases = dataflow.aliases
     runtime.views, runtime.write_back = frozenset(aliases.views), frozenset(aliases.read_again)
     runtime.writes_inputs = aliases.inputs
     # what was written over a BatchNorm's result is now written over that of the layer it is folded into
-    layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
+    layers = {site_name(fold.norm_op, "output"): site_name(fold.op, "output") for fold in folds}
     runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
     names = (
         *input_names(own.forward, given.args),

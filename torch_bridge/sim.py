@@ -66,7 +66,7 @@ class QuantSim(StatefulSim):
         plan (Plan): the decision for every site.
         example: the arguments it was quantized with.
         not_exercised: sites that exist only in the traced graph.
-        notes: what the exported file will lack of the module, for coverage.
+        notes: what the exported file will lack of the module, and the BatchNorms that were not folded, with the reason.
 
     Examples:
         >>> import torch, qsdk
@@ -96,10 +96,11 @@ class QuantSim(StatefulSim):
         self.dtype_when_quantized = main_dtype(self.model)  # of most of its values
         self.quantized_with, self.fold_batch_norm = config, fold_batch_norm  # they decide what is folded on loading
         self.not_exercised = tuple(not_exercised)
-        self.notes = {**prepared.notes, **traced.notes}
+        left = {f"{path} (BatchNorm) not folded": reason for path, reason in prepared.unfolded.items()}
+        self.notes = {**left, **prepared.notes, **traced.notes}
         self._dead = tuple(dead)
         self._folded = prepared.folded
-        self._unfolded = dict(prepared.unfolded)
+        self._unfolded = tuple(prepared.unfolded)
         self.original_biases: OriginalBiases = {}
         self.given = GivenWeights(self.model)  # the user's float values, where verbs have changed them since
         self.weight_files: WeightFiles | None = None  # of a model from a checkpoint folder
@@ -146,9 +147,8 @@ class QuantSim(StatefulSim):
         only = self.runtime.only_training
         report = coverage_report(self.plan, not_exercised=self.not_exercised, dead=self._dead, only_training=only)
         report = with_reasons(report, self.bias_remarks())
-        notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
         staying = reasons_to_stay_folded(self.model)
-        notes |= {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
+        notes = {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
         late = "float, because it came into the model after that was quantized"
         notes |= {f"{path} ({what})": late for path, what in foreign_modules(self.model).items()}
         return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes, **self.notes})
@@ -164,9 +164,10 @@ class QuantSim(StatefulSim):
     def __repr__(self) -> str:
         counts = self.coverage().summary
         calibrated = sum(q.calibrated for q in self.quantizers.values())
+        left = f"; {len(self._unfolded)} BatchNorm not folded, see sim.notes" if self._unfolded else ""
         return (
             f"QuantSim({float_class(self.model).__name__}: {counts['quantized']} quantized, {counts['tied']} tied, "
-            f"{counts['float']} float; {calibrated} of {len(self.quantizers)} quantizers ready)"
+            f"{counts['float']} float; {calibrated} of {len(self.quantizers)} quantizers ready{left})"
         )
 
     def traced(self) -> tuple[bytes, Mapping[str, npt.NDArray[Any]]]:
@@ -390,7 +391,8 @@ class QuantSim(StatefulSim):
         changed by a verb. `adaround`, `gptq` and `tune_blocks` leave rounded weights, which are frozen; `adaround`,
         `gptq`, `seq_mse` and `correct_bias` leave biases shifted by what the rounding of weights does to means;
         `equalize`, `smooth_quant` and `awq` leave scaled channels, and training trained values. It is not a reference
-        to measure a loss from: that is the model that was given, from which `mixed_precision` counts.
+        to measure a loss from: that is the model that was given, from which `mixed_precision` counts. A folded
+        BatchNorm with a forward of its own normalizes nothing in it, in eval mode alone; to train on, fold none.
         """
         require_not_sharded(self.model, "unwrap")
         copied = copy.deepcopy(self.model)

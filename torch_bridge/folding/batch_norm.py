@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qsdk.core.layers.folded_norms import FoldedNorm
+
+_STATISTICS = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -15,8 +19,9 @@ class Fold:
     """A BatchNorm that is folded into a layer.
 
     Attributes:
-        norm: path of the BatchNorm, where an Identity is now.
+        norm: path of the BatchNorm, where an Identity is now, or what its forward does besides.
         layer: path of the layer.
+        norm_op: the op that normalizes: the BatchNorm, or `bn/batch_norm.0` inside a forward of its own.
         op: the op that computes the layer's result: the layer, or `conv/conv2d.0` inside a forward of its own.
         before: whether the BatchNorm comes before the layer.
         eps: of the BatchNorm.
@@ -26,6 +31,7 @@ class Fold:
     """
 
     norm: str
+    norm_op: str
     layer: str
     op: str
     before: bool
@@ -34,9 +40,14 @@ class Fold:
     groups: int
     had_bias: bool
 
+    @property
+    def has_own_forward(self) -> bool:
+        """Return whether the BatchNorm's forward is the user's own, which may do more than normalize."""
+        return self.norm_op != self.norm
 
-def fold_of(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, before: bool) -> Fold:
-    """Return the fold of a BatchNorm into a layer; `op` is the layer's path, or the op inside its forward."""
+
+def fold_of(norm_op: str, norm: nn.Module, op: str, layer: nn.Module, *, before: bool) -> Fold:
+    """Return the fold of a BatchNorm into a layer; each op is the module's path, or the op inside its forward."""
     layer_path = op.partition("/")[0]
     kind = "linear" if isinstance(layer, nn.Linear) else "conv"
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -44,7 +55,8 @@ def fold_of(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, befor
     groups = int(getattr(layer, "groups", 1))
     eps = norm.eps
     assert isinstance(eps, float)
-    return Fold(norm_path, layer_path, op, before, eps, kind, groups, layer.bias is not None)
+    norm_path = norm_op.partition("/")[0]
+    return Fold(norm_path, norm_op, layer_path, op, before, eps, kind, groups, layer.bias is not None)
 
 
 def reason_not_to_fold(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
@@ -136,7 +148,7 @@ def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
     statistics = statistics_of(norm)
     weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
     assert weight is not None
-    identity = nn.Identity()
+    identity = _without_normalization(norm) if fold.has_own_forward else nn.Identity()
     old_weight = weight.detach().clone()
     old_bias = None if bias is None else bias.detach().clone()
     with torch.no_grad():
@@ -158,6 +170,54 @@ def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
         replace_module(model, identity, norm)
 
     return undo
+
+
+def _without_normalization(norm: nn.Module) -> nn.Module:
+    """Return a BatchNorm of the same class and children whose statistics, no part of its state_dict, change nothing."""
+    result = norm.__class__.__new__(norm.__class__)
+    result.__dict__ |= {**vars(norm), "_modules": dict(norm._modules), "eps": 0.0, "track_running_stats": False}
+    own = {**norm._parameters, **norm._buffers}
+    neutral = {name: 1.0 if name in ("running_var", "weight") else 0.0 for name in _STATISTICS if name in own}
+    result._parameters = {name: x for name, x in norm._parameters.items() if name not in neutral}
+    result._buffers = {name: x for name, x in norm._buffers.items() if name not in neutral}
+    for name, value in neutral.items():
+        x = own[name]
+        result._buffers[name] = None if x is None else torch.full_like(x, value, requires_grad=False)
+    result._non_persistent_buffers_set = norm._non_persistent_buffers_set | neutral.keys()
+    return result
+
+
+class _WithoutNormalization(TorchFunctionMode):
+    """Lets `F.batch_norm` return its input; tells `notice` whether it was to use the statistics of the batch."""
+
+    def __init__(self, notice: Callable[[bool], None]) -> None:
+        super().__init__()
+        self.notice = notice
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, but not `F.batch_norm`."""
+        given = kwargs or {}
+        if func is not F.batch_norm:
+            return func(*args, **given)
+        self.notice(bool(args[5] if len(args) > 5 else given.get("training", False)))
+        return args[0] if args else given["input"]
+
+
+def run_without_normalization(
+    forward: Callable[..., Any], notice: Callable[[bool], None], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a BatchNorm's own forward on what its layer has normalized already.
+
+    Args:
+        forward: the user's own.
+        notice: called with whether it would use the statistics of the batch.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
+    with _WithoutNormalization(notice):
+        return forward(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -193,13 +253,12 @@ def fold_norm_in_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix
     norms, layers = (key_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
     if f"{norms[0]}running_mean" not in state_dict or f"{layers[0]}weight" not in state_dict:
         return None
-    names = ("running_mean", "running_var", "weight", "bias")
-    statistics = {name: state_dict[norms[0] + name] for name in names if norms[0] + name in state_dict}
+    statistics = {name: state_dict[norms[0] + name] for name in _STATISTICS if norms[0] + name in state_dict}
     result = fold_tensors(state_dict[f"{layers[0]}weight"], state_dict.get(f"{layers[0]}bias"), statistics, fold)
     for layer in layers:
         state_dict[f"{layer}weight"], state_dict[f"{layer}bias"] = result
     for norm in norms:
-        for name in (*names, "num_batches_tracked"):
+        for name in _STATISTICS:
             state_dict.pop(norm + name, None)
     return output_statistics_of(statistics, before=fold.before)
 

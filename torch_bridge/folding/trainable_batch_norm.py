@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
@@ -30,6 +31,7 @@ from torch_bridge.folding.batch_norm import (
 )
 from torch_bridge.sites.call_scopes import Frame
 from torch_bridge.sites.runtime import Runtime
+from torch_bridge.torch_values.pytree import map_leaves, tensors_of
 from torch_bridge.torch_values.sharding import full_tensor_of, write_full_tensor
 
 # A buffer of an active BatchNorm: the running variance that scales its layer's weight while batch statistics are
@@ -71,22 +73,33 @@ class TrainableBatchNorm:
 
     def run(self, runtime: Runtime, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer and the BatchNorm; `forward` is the layer's own."""
-        if self.input_hook is not None:
+        frame = runtime.frame
+        if self.input_hook is not None and frame is not None:
+            counts, calls = dict(frame.counts), dict(frame.calls)
             self.is_separate = True
             try:
                 norm_input = forward(*args, **kwargs)
             finally:
                 self.is_separate = False
-            self.input_hook(norm_input)
+                frame.counts = counts  # the ops of the second run are those of the first
+                frame.calls.clear()
+                frame.calls.update(calls)
+            self.input_hook(tensors_of(norm_input)[0])
         result = forward(*args, **kwargs)
-        return self._normalize(result, runtime) if self.norm.training else result
+        if not self.norm.training:
+            return result
+        return map_leaves(result, lambda _, x: self._normalize(x, runtime) if isinstance(x, Tensor) else x)
 
     def _normalize(self, x: Tensor, runtime: Runtime) -> Tensor:
         frame = runtime.frame
         assert frame is not None
         runtime.frame = Frame(frame.path, frame.name, leaf=True)  # a leaf, so that no op in it is a site
         try:
-            return self.norm.forward(x)  # type: ignore[no-any-return]  # not its call: its hooks run at its own place
+            if not self.fold.has_own_forward:
+                return self.norm.forward(x)  # type: ignore[no-any-return]  # not its call: its hooks run at its place
+            norm: Any = self.norm  # what its own forward does besides, it does at its own place
+            statistics = norm.running_mean, norm.running_var
+            return F.batch_norm(x, *statistics, norm.weight, norm.bias, True, norm.momentum, norm.eps)
         finally:
             runtime.frame = frame
 

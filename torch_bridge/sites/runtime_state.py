@@ -54,6 +54,7 @@ class RuntimeState:
         schedule_state: the `ScheduleState` while the model is trained, else None.
         inputs: names of the inputs that the example has.
         has_cache: whether a cache of keys and values is among them.
+        batch_norms: paths of folded BatchNorms whose own forwards use the statistics of the batch in train mode.
         writes_inputs: whether the model writes over its inputs.
         source_lines: call -> line of the user's code, for calls that only their line tells apart.
         recorded_calls: all calls of a forward pass while they are recorded, else None.
@@ -87,6 +88,7 @@ class RuntimeState:
         self.schedule_state: object | None = None
         self.inputs: frozenset[str] = frozenset()
         self.has_cache = False
+        self.batch_norms: set[str] = set()
         self.writes_inputs = False
         self.source_lines: dict[str, str] = {}
         self.recorded_calls: list[RecordedCall] | None = None

@@ -16,6 +16,7 @@ from torch_bridge.sites.runtime import Runtime
 from torch_bridge.sites.source_lines import RecordedCall
 from torch_bridge.torch_values.module_state import Attributes, attributes_of, emptied_attributes, restoring_state
 from torch_bridge.wrapping.dataflow import record_dataflow
+from torch_bridge.wrapping.wrapped_state import state_of
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], A
             warnings.simplefilter("ignore")  # warnings of the user's code make no sense here: nothing is trained
             model.train()
             for module in model.modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    module.eval()
+                if isinstance(module, nn.modules.batchnorm._NormBase) and not state_of(module).without_norm:
+                    module.training = False
             dataflow = record_dataflow(model, runtime, run)
             emptied = emptied_attributes(before, attributes_of(model))
         result = TrainingPath(runtime.recorded_calls, tuple(dataflow.sites), frozenset(dataflow.overwritten), emptied)

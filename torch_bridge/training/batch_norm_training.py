@@ -17,7 +17,7 @@ from torch_bridge.folding.trainable_batch_norm import (
     output_statistics,
     restore_affine,
 )
-from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.wrapping.wrapped_state import is_batch_norm, state_of
 
 
 def active_norms(model: nn.Module) -> list[TrainableBatchNorm]:
@@ -42,6 +42,9 @@ def reasons_to_stay_folded(model: nn.Module) -> dict[str, str]:
     """Return path -> reason, for every folded BatchNorm that cannot be trained."""
     root = state_of(model)
     result = {fold.norm: f"it stands before {fold.layer}" for fold in root.folds if fold.before}
+    trainable_paths = {trainable.fold.norm for trainable in root.trainable_norms}
+    fixed = [fold.norm for fold in root.folds if fold.norm not in {*result, *trainable_paths}]
+    result |= dict.fromkeys(fixed, "it is no BatchNorm of torch, and its statistics are fixed")
     for trainable in root.trainable_norms:
         reason = _reason_to_stay_folded(model, trainable)
         if reason:
@@ -59,6 +62,10 @@ def _reason_to_stay_folded(model: nn.Module, trainable: TrainableBatchNorm) -> s
         return f"{layer} has a forward of its own, in which more follows than its op"
     if inside and quantizer is not None and not quantizer.decision.passes_through:
         return f"{layer} has a forward of its own, in which its result is quantized"
+    if trainable.fold.has_own_forward and trainable.fold.norm not in state_of(model).runtime.batch_norms:
+        return "its own forward does not use the statistics of the batch in train mode"
+    if trainable.fold.has_own_forward and trainable.norm.momentum is None:
+        return "it has a forward of its own and no momentum"
     if not can_restore(trainable.norm, state_of(model).norms.get(layer)):
         return f"it has no gamma, and {layer} was scaled after it was folded"
     return ""
@@ -96,7 +103,7 @@ def unfolded_norms(model: nn.Module, freeze_after: float | None) -> Iterator[lis
 
     try:
         unfold_norms(model)
-        norms += [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        norms += [module for module in model.modules() if is_batch_norm(module)]
         yield [schedule]
     finally:
         fold_norms(model)

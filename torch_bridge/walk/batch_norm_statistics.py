@@ -21,6 +21,7 @@ from torch_bridge.training.batch_norm_training import active_norms
 from torch_bridge.training.training import eval_mode
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by, hooks_before_modules
 from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
+from torch_bridge.wrapping.wrapped_state import is_batch_norm
 
 Rows = list[dict[str, Any]]
 
@@ -48,7 +49,7 @@ def reestimate(
         DataError: no data, data that the model does not take, or values that are not finite.
     """
     norms = {module: path for path, module in sim.model.named_modules() if _has_statistics(module)}
-    kept = [path for path, module in sim.model.named_modules() if _is_norm(module) and module not in norms]
+    kept = [path for path, module in sim.model.named_modules() if is_batch_norm(module) and module not in norms]
     rows: Rows = [_row(path, note="it keeps no running statistics") for path in kept]
     trainable = {one.norm: one for one in active_norms(sim.model)}
     separate = {module: path for module, path in norms.items() if module not in trainable}
@@ -133,12 +134,8 @@ class _NormWalk:
         feed(self._sim.model, batch, self._sim.example, self._forward, f"batch {number}")
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
 def _has_statistics(module: nn.Module) -> bool:
-    return _is_norm(module) and module._buffers.get("running_mean") is not None
+    return is_batch_norm(module) and module._buffers.get("running_mean") is not None
 
 
 def _statistics(x: Tensor) -> ChannelStatistics:

@@ -1,10 +1,12 @@
 """The dataflow of one forward pass: who made which tensor, who read it, and which in-place results are read again."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsdk.core.site import owner_of, port_of, without_calls
@@ -12,6 +14,8 @@ from torch_bridge.sites.call_scopes import Frame
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.wrapping.aliases import Aliases, all_tensors
 from torch_bridge.wrapping.wrapped_state import state_of
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 class Dataflow:
@@ -28,6 +32,7 @@ class Dataflow:
         self.calls: Counter[str] = Counter()
         self.result_of: dict[str, Tensor] = {}
         self.versions: dict[int, tuple[str, int]] = {}  # id of a site's tensor -> site, and the tensor's version then
+        self.norm_calls: dict[str, list[dict[str, Any]]] = {}  # path of a module -> arguments of its F.batch_norm
         self.overwritten: set[str] = set()
         self.aliases = Aliases(model)
         self.writes: list[str] = []  # descriptions of the writes, for errors
@@ -62,6 +67,7 @@ class Dataflow:
         """Record who read which tensors to compute another."""
         self.aliases.after_call(name, arguments, result)
         self._note_in_place(*arguments)
+        self._note_batch_norm(frame, name, *arguments)
         if not all_tensors(result):
             return  # a shape or a number
         given = all_tensors(arguments)
@@ -71,6 +77,15 @@ class Dataflow:
         for tensor in given:
             self.tensors.append(tensor)
             self.readers.setdefault(id(tensor), []).append(frame.path)
+
+    def _note_batch_norm(
+        self, frame: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> None:
+        """Record a call of `F.batch_norm`; `torch.batch_norm` has an argument more."""
+        if name == "batch_norm" and len(args) + len(kwargs or {}) < 9:
+            bound = _BATCH_NORM.bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            self.norm_calls.setdefault(frame.path, []).append(bound.arguments)
 
     def _note_in_place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
         """Record an op that writes over its argument in training; a Dropout does not do so in eval mode."""

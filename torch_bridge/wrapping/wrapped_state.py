@@ -55,6 +55,7 @@ class ModuleState:
         trainable_norms: of the root: the folded BatchNorms that training can bring back.
         frozen_values: of the root: sites whose stored values training does not change.
         active_norm: of a layer and its BatchNorm: the BatchNorm that is being trained with the layer.
+        without_norm: of a folded BatchNorm with a forward of its own: `F.batch_norm` is left out of that.
         stays_in_eval: whether `train()` leaves this BatchNorm in eval mode.
         foreign: whether the module came into the model after wrapping.
         own_forward: a forward that was set on the object in place of the class's.
@@ -72,6 +73,7 @@ class ModuleState:
     trainable_norms: tuple[TrainableBatchNorm, ...] = ()
     frozen_values: frozenset[str] = frozenset()
     active_norm: TrainableBatchNorm | None = None
+    without_norm: bool = False
     stays_in_eval: bool = False
     foreign: bool = False
     own_forward: Callable[..., Any] | None = None
@@ -93,3 +95,10 @@ def state_of(module: nn.Module) -> ModuleState:
 def is_wrapped(module: nn.Module) -> bool:
     """Return whether a module belongs to a sim."""
     return STATE in module.__dict__
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module of a sim normalizes by its own statistics: it is a BatchNorm that is not folded."""
+    state = state_of(module)
+    folded = state.without_norm and state.active_norm is None
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not folded

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
-from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint
+from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint, run_without_normalization
 from torch_bridge.folding.computed_weights import fold_computed_in_checkpoint
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, read_norm_from_checkpoint
 from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, keeping_float32, prepare_buffers
@@ -75,7 +75,8 @@ def wrap_trainable_norms(model: nn.Module, trainable: tuple[TrainableBatchNorm, 
     root.trainable_norms = trainable
     for one in trainable:
         paths = state_of(model.get_submodule(one.fold.norm)).paths
-        one.norm.__dict__[STATE] = ModuleState(paths, leaf=True, has_output=False, runtime=root.runtime, quantizers=[])
+        own = one.fold.has_own_forward
+        one.norm.__dict__[STATE] = ModuleState(paths, not own, False, root.runtime, [], without_norm=own)
         one.norm.__class__ = quantized_class(type(one.norm), ())  # type: ignore[arg-type]
 
 
@@ -121,13 +122,15 @@ class _QuantizedModule(nn.Module):
         if state.active_norm is not None and runtime.phase != "float":
             if state.active_norm.norm is not self:
                 inner = functools.partial(state.active_norm.run, runtime, inner)
-            elif runtime.frame is None or not runtime.frame.leaf:
+            elif not state.without_norm and (runtime.frame is None or not runtime.frame.leaf):
                 return args[0] if args else kwargs["input"]  # its layer's call has normalized already
+        if state.without_norm and (runtime.phase != "float" or state.active_norm is None):
+            inner = functools.partial(run_without_normalization, inner, functools.partial(_note_statistics, state))
         if runtime.phase != "float" and isinstance(self, nn.RNNBase) and is_recurrent(self):
             inner = functools.partial(run_recurrent, self, runtime)
         elif runtime.phase != "float" and is_cell(self):
             inner = functools.partial(run_cell, self)
-        elif runtime.islands and isinstance(self, nn.modules.batchnorm._BatchNorm):
+        elif runtime.islands and state.leaf and isinstance(self, nn.modules.batchnorm._BatchNorm):
             inner = functools.partial(run_batch_norm, self, inner)
         elif isinstance(self, nn.Linear) and runtime.phase in ("quantize", "visit"):
             args, kwargs = with_one_rounding(args, kwargs)
@@ -166,7 +169,10 @@ class _QuantizedModule(nn.Module):
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode, but leave a BatchNorm with frozen statistics in eval mode."""
-        return super().train(mode and not state_of(self).stays_in_eval)
+        super().train(mode)
+        if state_of(self).stays_in_eval:
+            self.training = False
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save as usual, and note in the metadata that weights are folded; keys and shapes do not always show it."""
@@ -271,6 +277,11 @@ class _QuantizedModule(nn.Module):
         return _rebuild, (float_class(self), names), self.__getstate__()  # type: ignore[no-untyped-call]
 
     _qsdk_parameters: tuple[str, ...] = ()
+
+
+def _note_statistics(state: ModuleState, of_batch: bool) -> None:
+    if of_batch and state.runtime.recorder is not None:
+        state.runtime.batch_norms.add(state.path)
 
 
 def _wrap_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
