@@ -10,6 +10,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto
 from onnx.defs import OpSchema
 
 from onnx_backend.proto.nodes import node_label
+from onnx_backend.proto.own_metadata import require_own_metadata
 from onnx_backend.proto.subgraphs import all_nodes
 from qsdk.core.errors import FileFormatError
 
@@ -30,7 +31,8 @@ def require_sound(model: ModelProto, where: str) -> None:
 
     Raises:
         FileFormatError: a function calls itself, its calls multiply or do not fit (the message names the function, and
-            the way back to itself, the size or the call), or a node omits an input that its op needs.
+            the way back to itself, the size or the call), a node omits an input that its op needs, or what qsdk notes
+            in its files is damaged.
     """
     bodies = {_key(function): function for function in model.functions}
     if len(bodies) < len(model.functions):
@@ -44,6 +46,7 @@ def require_sound(model: ModelProto, where: str) -> None:
             _require_outputs(function, where)
     order = _require_end(model, bodies, where) if bodies else []
     _require_inputs(model, [bodies[key] for key in order], where)
+    require_own_metadata(model, where)
 
 
 def _require_outputs(function: FunctionProto, where: str) -> None:

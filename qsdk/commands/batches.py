@@ -1,8 +1,6 @@
 """Batches for the command line: from arrays and pictures in files, or random ones."""
 
 import sys
-import zipfile
-import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from onnx_backend.proto.inputs import ModelInput
 from onnx_backend.runtime.random_feeds import random_array
 from qsdk.commands.data.pictures import PICTURES, Preprocess, preprocess_of_options
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
+from qsdk.core.read_files import read_archive, read_array
 
 Array = npt.NDArray[Any]
 Batch = dict[str, Array]
@@ -241,19 +240,11 @@ def _closed(item: ModelInput) -> tuple[int, ...]:
 def _read(path: Path, inputs: Sequence[ModelInput]) -> Batch:
     """Return the arrays of a file by input name."""
     names = [item.name for item in inputs]
-    try:
-        if path.suffix == ".npz":
-            if not zipfile.is_zipfile(path):
-                raise ValueError("it is truncated or no .npz file")
-            with np.load(path, allow_pickle=False) as held:
-                return {name: held[key] for name, key in _keys(held.files, names, path).items()}
-        result = np.load(path, mmap_mode="r", allow_pickle=False)
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise FileFormatError(
-            f"{path} cannot be read as an array ({error}); save it with numpy.save or savez"
-        ) from error
+    again = "save it with numpy.save or savez"
+    if path.suffix == ".npz":
+        held = read_archive(path, again, lambda keys: _keys(keys, names, path).values())
+        return {name: held[key] for name, key in _keys(list(held), names, path).items()}
+    result = read_array(path, again, mapped=True)
     if len(names) != 1:
         raise DataError(
             f"{path} holds one array, the model takes {', '.join(names)}; give an .npz with arrays of those names"

@@ -1,14 +1,20 @@
-"""Reading files that others may have made or damaged.
+"""Reading files that others may have made or damaged: text, JSON and arrays.
 
-Only ordinary files, and none that unpacks to far more than its size.
+Only ordinary files, and none that unpacks to far more than its size. Whatever is wrong with one is a `FileFormatError`.
 """
 
+import json
 import os
 import stat
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
-from qsdk.core.errors import FileFormatError
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import FileFormatError, QsdkError
 
 _SLACK = 2**20  # bytes
 
@@ -46,6 +52,97 @@ def read_text(path: str | os.PathLike[str], remedy: str) -> str:
         raise FileFormatError(f"cannot read {result}: {error.strerror}; {remedy}") from error
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{result} is no text; {remedy}") from error
+
+
+def parse_json(text: str | bytes, where: str, remedy: str = "write it again") -> Any:
+    """Return the values in JSON text.
+
+    Args:
+        text: in UTF-8.
+        where: its name, for messages.
+        remedy: what the user can do; ends the message.
+
+    Raises:
+        FileFormatError: it is truncated or no JSON, has a key twice, or is nested too deeply; names the place.
+    """
+
+    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if repeated:
+            raise FileFormatError(f"{where} names {repeated[0]!r} twice; keep one of them")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=no_repeats)
+    except FileFormatError:
+        raise
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise FileFormatError(f"{where} is truncated or no JSON at {place} ({error.msg}); {remedy}") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise FileFormatError(f"{where} holds what no file of this kind has: {error}; {remedy}") from error
+    except RecursionError as error:
+        raise FileFormatError(f"{where} is nested too deeply for a file of its kind; {remedy}") from error
+
+
+def read_array(path: str | os.PathLike[str], remedy: str, *, mapped: bool = False) -> npt.NDArray[Any]:
+    """Return the array of an `.npy` file: of integers, floats or truth values.
+
+    Args:
+        path: of the file.
+        remedy: what the user can do; ends the message.
+        mapped: leave the values in the file until they are needed.
+
+    Raises:
+        FileFormatError: there is no file, it is none of this kind, or it is shorter than its shape says.
+    """
+    result = require_readable(path, remedy)
+    try:
+        with result.open("rb") as stream:
+            np.lib.format.read_magic(stream)  # anything else NumPy takes for an archive or a pickle
+        array = np.load(result, mmap_mode="r", allow_pickle=False)  # mapped: a shape beyond the file takes no memory
+    except Exception as error:  # NumPy raises many types, those of Python's tokenizer too
+        raise _no_array(result, error, remedy) from error
+    _require_numbers(array, os.fspath(result), remedy)
+    return array if mapped else np.array(array)
+
+
+def read_archive(
+    path: str | os.PathLike[str], remedy: str, choose: Callable[[Sequence[str]], Iterable[str]]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return arrays of an `.npz` file by name.
+
+    Args:
+        path: of the file.
+        remedy: what the user can do; ends the message.
+        choose: takes the names in the file, and returns those to read; its errors are passed on.
+
+    Raises:
+        FileFormatError: there is no file, or it is none of this kind.
+    """
+    result = require_readable(path, remedy)
+    try:
+        with ZipFile(result):
+            pass  # what is no archive is read as something else by NumPy
+        with np.load(result, allow_pickle=False) as held:
+            arrays = {name: np.asarray(held[name]) for name in choose(held.files)}
+    except QsdkError:
+        raise
+    except Exception as error:  # as above
+        raise _no_array(result, error, remedy) from error
+    for name, array in arrays.items():
+        _require_numbers(array, f"{name!r} in {result}", remedy)
+    return arrays
+
+
+def _no_array(path: Path, error: Exception, remedy: str) -> FileFormatError:
+    return FileFormatError(f"{path} cannot be read as an array ({first_line_of(error)}); {remedy}")
+
+
+def _require_numbers(array: npt.NDArray[Any], where: str, remedy: str) -> None:
+    if array.dtype.kind not in "biuf":
+        raise FileFormatError(f"{where} holds {array.dtype}, which are no numbers of a network; {remedy}")
 
 
 def require_modest_size(archive: ZipFile, size: int, where: str, *, times: int = 1) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.sims.sim_file import read_sim
-from qsdk.verbs.doors.read_checkpoint import read_model
+from qsdk.verbs.doors.read_checkpoint import read_model, require_known_attention
 from qsdk.verbs.doors.saving import SIM_FILE
 from qsdk.verbs.files import module_sim_of
 from torch_bridge.sim import QuantSim
@@ -51,6 +51,8 @@ def load_pretrained(
     file = read_sim(path)
     if model is None:
         known = file.facts.get("attn_implementation")
+        if "attn_implementation" not in options:
+            require_known_attention(known, os.fspath(path), "if you trust it, pass attn_implementation=")
         instead = "pass the float model: qsdk.load_pretrained(folder, model=MyModel.from_pretrained(folder))"
         known_options = {"attn_implementation": known} if known else {}
         model = read_model(Path(folder), instead, {**known_options, **options})

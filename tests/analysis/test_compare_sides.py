@@ -1,5 +1,7 @@
 """What `compare` takes: each kind of side, folders that devices dump, layouts, names; and its errors."""
 
+import io
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -410,3 +412,52 @@ def test_errors_of_data(forms: Forms, tmp_path: Path) -> None:
     (tmp_path / "head.raw").write_bytes(b"123")
     with pytest.raises(DataError, match=r"head.raw has 3 bytes, the other side 5 values per sample"):
         compared(forms, forms.module, tmp_path)
+
+
+def written(shape: str, dtype: str = "'<f4'", body: bytes = b"", header: str = "") -> bytes:
+    """Return the bytes of an array file, whatever they say."""
+    said = (header or f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}").encode()
+    said += b" " * ((64 - (11 + len(said)) % 64) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(said)) + said + body
+
+
+def zipped() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.ones(4))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (zipped(), "cannot be read as an array"),
+        (b"PK\x03\x04" + b"a" * 50, "cannot be read as an array"),
+        (written("(1099511627776, 4)"), "cannot be read as an array"),
+        (written("(4000000000, 4)", body=b"a" * 64), "cannot be read as an array"),
+        (written("", header="(" * 9000), "cannot be read as an array"),
+        (written("(4, 5)", "'<U4'", bytes(320)), "holds <U4, which are no numbers"),
+        (written("(4, 5)", "'|V4'", bytes(80)), r"holds \|V4, which are no numbers"),
+        (written("(4, 5)", "[('a','<f4')]", bytes(80)), "which are no numbers"),
+        (written("(4, 5)", "'<c8'", bytes(160)), "holds complex64, which are no numbers"),
+        (written("(4, 5)", "'<M8[s]'", bytes(160)), "which are no numbers"),
+        (written("(4, 5)", "'|b1'", bytes(20)), "holds truth values, which no grid has codes for"),
+        (written("(0,)"), "0 values are left of 'head'"),
+    ],
+)
+def test_a_dump_that_is_no_array_of_numbers_is_refused_by_name(
+    forms: Forms, tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "head.npy").write_bytes(content)
+    with pytest.raises(qsdk.QsdkError, match=rf"head\.npy.*{message}"):
+        compared(forms, forms.sim, tmp_path)
+
+
+def test_two_folders_without_values_or_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    for name, sizes in (("empty", [(0,)]), ("other", [(2, 5), (2, 4)])):
+        for index, size in enumerate(sizes):
+            path = tmp_path / name / f"sample_{index}"
+            path.mkdir(parents=True)
+            np.save(path / "head.npy", np.zeros(size, np.float32))
+    for name, message in (("empty", "holds no values of 'head'"), ("other", r"hold \(2, 5\), \(2, 4\), which do not")):
+        with pytest.raises(DataError, match=message):
+            qsdk.compare(tmp_path / name, tmp_path / name, progress=False)

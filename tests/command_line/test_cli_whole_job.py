@@ -75,6 +75,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(home / "right.npy", best)
     np.save(home / "wrong.npy", (best + 1) % CLASSES)
     np.save(home / "few.npy", best[:3])
+    np.save(home / "one.npy", best[0])
+    np.save(home / "words.npy", best.astype("U1"))
+    (home / "latin.csv").write_bytes("größe,1\n".encode("latin-1"))
+    (home / "quote.csv").write_text('"a,1\n')
     np.save(home / "beyond.npy", best + 100)
     np.savez(home / "held.npz", x=arrays, labels=best)
     (home / "mine.py").write_text(FUNCTIONS)
@@ -310,6 +314,10 @@ def test_evaluate_says_how_to_score_a_file_that_takes_codes(at: Path, capsys, da
         (("--labels", "none.npy"), 2, "there is no file of labels none.npy"),
         (("--labels", "mine.py"), 2, "--labels mine.py is none of .npy, .npz, .csv and folder-names"),
         (("--labels", "arrays.npz"), 1, "arrays.npz has no array 'labels', but x"),
+        (("--labels", "latin.csv"), 2, "latin.csv is no text; save it in UTF-8"),
+        (("--labels", "quote.csv"), 2, "quote.csv cannot be read as a table"),
+        (("--labels", "one.npy"), 1, "one.npy holds a single number; labels are an array"),
+        (("--labels", "words.npy"), 2, "words.npy holds <U1, which are no numbers"),
         (("--labels", "folder-names"), 2, "needs one file per sample, in a folder per class"),
         (("--metric", "mine.py:words"), 2, "the metric words returns 'much', which is no number"),
         (("--metric", "mine.py:wordz"), 2, "mine.py has no function wordz; it has read, closeness"),

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,25 @@ def test_a_folder_without_a_config_or_a_class_is_named(tmp_path: Path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileFormatError, match="give the folder of a checkpoint"):
         qsdk.load_pretrained(tmp_path)
+
+
+def test_the_attention_of_a_saved_sim_is_one_of_transformers_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sim = quantized("bert")
+    sim.model.save_pretrained(tmp_path)
+    with zipfile.ZipFile(tmp_path / "sim.qsdk") as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    known = b'"attn_implementation": "sdpa"'
+    assert sum(known in part for part in parts.values()) == 1
+    with zipfile.ZipFile(tmp_path / "sim.qsdk", "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part.replace(known, b'"attn_implementation": "someone/kernels"'))
+    given: list[Any] = []
+    monkeypatch.setattr(hf.PreTrainedModel, "from_pretrained", lambda *_, **options: given.append(options))
+    with pytest.raises(
+        FileFormatError, match=r"sim\.qsdk asks for the attention 'someone/kernels'.*known are eager, sdpa"
+    ):
+        qsdk.load_pretrained(tmp_path)
+    assert not given
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
+from qsdk.core.read_files import read_archive, read_array, read_text
 
 Array = npt.NDArray[Any]
 FOLDERS = "folder-names"
@@ -40,6 +41,8 @@ def read_labels(source: str, paths: Sequence[Path], folders: Collection[str], sa
         labels = _from_arrays(path)
     else:
         raise ConfigError(f"--labels {source} is none of .npy, .npz, .csv and {FOLDERS}")
+    if not labels.ndim:
+        raise DataError(f"{path} holds a single number; labels are an array, one for each sample")
     if len(labels) < samples:
         raise DataError(f"{path} holds {len(labels)} labels, the data {samples} samples; there must be one for each")
     return labels[:samples]
@@ -89,23 +92,21 @@ def _folder_names(paths: Sequence[Path], folders: Collection[str], samples: int)
 
 
 def _from_arrays(path: Path) -> Array:
-    try:
-        held = np.load(path, allow_pickle=False)
-        if path.suffix == ".npz":
-            with held:
-                if "labels" not in held.files:
-                    raise DataError(f"{path} has no array 'labels', but {', '.join(held.files)}; name it so")
-                return np.asarray(held["labels"])
-        return np.asarray(held)
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError) as error:
-        raise FileFormatError(f"{path} cannot be read as labels ({error}); save them with numpy.save") from error
+    def labels(names: Sequence[str]) -> Sequence[str]:
+        if "labels" not in names:
+            raise DataError(f"{path} has no array 'labels', but {', '.join(names)}; name it so")
+        return ["labels"]
+
+    again = "save the labels again"
+    return read_array(path, again) if path.suffix == ".npy" else read_archive(path, again, labels)["labels"]
 
 
 def _from_csv(path: Path, paths: Sequence[Path], samples: int) -> Array:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+    lines = read_text(path, "save it in UTF-8").splitlines()
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(lines, strict=True) if row]
+    except csv.Error as error:  # a quote that does not end, a cell of megabytes
+        raise FileFormatError(f"{path} cannot be read as a table ({error}); write it again") from error
     if rows and not _is_number(rows[0][-1]):
         rows = rows[1:]  # the line of headings
     for number, row in enumerate(rows, start=1):

@@ -1,6 +1,5 @@
 """Batches of tokens for the model in a checkpoint folder: from text, from arrays of token ids, or random ones."""
 
-import json
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
-from qsdk.core.read_files import read_text
+from qsdk.core.read_files import first_line_of, read_array, read_text
+from qsdk.verbs.doors.read_checkpoint import read_config
 
 _TEXTS = (".txt", ".md", ".text")
 Batch = dict[str, Tensor]
@@ -58,10 +58,7 @@ def _windows(tokenizer: Any, path: Path, length: int) -> list[Tensor]:
 
 
 def _ids(path: Path, vocabulary: int) -> Tensor:
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise FileFormatError(f"{path} is no readable array: {error}") from error
+    ids = read_array(path, "save token ids with numpy.save")
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
         raise DataError(f"{path} holds {ids.dtype} of shape {ids.shape}; token ids are integers [rows, length]")
     if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
@@ -76,17 +73,19 @@ def _tokenizer(folder: str) -> Any:
         raise ConfigError("text needs transformers: pip install transformers, or give token ids (.npy)") from error
     try:
         return library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises types of its own
         raise ConfigError(
-            f"{folder} holds no tokenizer that can be read ({str(error).splitlines()[0]}); put it there, or give token "
+            f"{folder} holds no tokenizer that can be read ({first_line_of(error)}); put it there, or give token "
             "ids (.npy)"
         ) from error
 
 
 def _vocabulary(folder: str) -> int:
     path = Path(folder, "config.json")
-    try:
-        size = json.loads(read_text(path, "give the folder of a checkpoint"))["vocab_size"]
-    except (ValueError, KeyError) as error:
-        raise FileFormatError(f"{path} does not say how many tokens there are (vocab_size)") from error
-    return int(size)
+    config = read_config(Path(folder), "give the folder of a checkpoint")
+    size = config.get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise FileFormatError(
+            f"{path} does not say how many tokens there are: vocab_size is {size!r}; correct it, or download it again"
+        )
+    return size

@@ -1,6 +1,5 @@
 """Config files: qsdk's own, AIMET's, and AIMET's built-in ones by name."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +10,8 @@ from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.counterparts import other_config, other_widths
-from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.read_files import read_text
+from qsdk.core.errors import ConfigError
+from qsdk.core.read_files import parse_json, read_text
 
 PRESETS: Mapping[str, Callable[..., QuantConfig]] = MappingProxyType(
     {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16, "weight_only": weight_only}
@@ -88,22 +87,4 @@ def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:
             )
         names = ", ".join((*PRESETS, *aimet_aliases()))
         raise ConfigError(f"there is no file {name}, and no built-in config of that name; the names are {names}")
-    try:
-        return json.loads(
-            read_text(path, "give a JSON file"), object_pairs_hook=lambda pairs: _unique(pairs, name)
-        ), name
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise FileFormatError(f"{name} is truncated or no JSON at {place} ({error.msg}); correct it") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deeply nested lists
-        if isinstance(error, FileFormatError):
-            raise
-        raise FileFormatError(f"{name} is no JSON text; give a config file") from error
-
-
-def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise FileFormatError(f"{where} names {max(names, key=names.count)!r} twice; keep one of them")
-    return result
+    return parse_json(read_text(path, "give a JSON file"), name, "correct it, or give another config file"), name

@@ -10,8 +10,10 @@ import numpy as np
 from qsdk.core.comparing.place import Array, Place
 from qsdk.core.errors import DataError, FileFormatError
 from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.read_files import read_array
 
 _RAW = (".raw", ".bin")
+_AGAIN = "dump it again"
 #: `Result_0`, `batch1`, `7`; and not `layer1`, which is a part of names
 _SAMPLE = re.compile(r"^(?:(?:result|batch|sample|image|input|frame)[_-]?)?(\d+)$", re.IGNORECASE)
 
@@ -55,10 +57,18 @@ class DumpedFolder:
         return self._files[name][0].suffix in _RAW
 
     def whole(self, name: str) -> Array:
-        """Return all that was dumped of a tensor; raw files as a row of float32."""
-        raw = self.is_raw(name)
-        parts = [np.fromfile(path, np.float32) if raw else _loaded(path) for path in self._files[name]]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.atleast_1d(part) for part in parts])
+        """Return all that was dumped of a tensor; raw files as a row of float32.
+
+        Raises:
+            DataError: there are no values in its files, or their shapes do not fit each other.
+        """
+        raw, files = self.is_raw(name), self._files[name]
+        found = self._joined(
+            name, [np.fromfile(path, np.float32) if raw else read_array(path, _AGAIN) for path in files]
+        )
+        if not found.size:
+            raise DataError(f"{files[0]} holds no values of {name!r}; {_AGAIN}")
+        return found
 
     def take(self, name: str, like: Array, encoding: Encoding | None) -> Array:
         """Return the next values of a tensor, as many as the other side has.
@@ -90,7 +100,7 @@ class DumpedFolder:
             if name not in self._dtypes:  # the first file begins with the first sample
                 self._dtypes[name] = _dtype_of_raw(path, like, encoding)
             return _decoded(np.fromfile(path, self._dtypes[name]), encoding, path)
-        values = _decoded(_loaded(path), encoding, path)
+        values = _decoded(read_array(path, _AGAIN), encoding, path)
         alone = self._by_sample and values.ndim == like.ndim - 1  # a sample without the batch axis
         return values[None] if alone else values
 
@@ -112,9 +122,19 @@ class DumpedFolder:
                 part = part[: missing // row]
             taken.append(part)
             missing -= part.size
-        if len(taken) == 1:
-            return taken[0]
-        return np.stack(taken) if taken[0].ndim == 0 else np.concatenate(taken)
+        return self._joined(name, taken)
+
+    def _joined(self, name: str, parts: Sequence[Array]) -> Array:
+        """Return arrays of several files as one, along the first axis."""
+        if len(parts) == 1:
+            return parts[0]
+        try:
+            return np.concatenate([np.atleast_1d(part) for part in parts])
+        except ValueError as error:
+            shapes = ", ".join(str(shape) for shape in dict.fromkeys(part.shape for part in parts))
+            raise DataError(
+                f"{self.folder}: the files of {name!r} hold {shapes}, which do not fit; {_AGAIN}"
+            ) from error
 
 
 def _is_sample(path: Path) -> bool:
@@ -124,13 +144,6 @@ def _is_sample(path: Path) -> bool:
 def _number(path: Path) -> int:
     found = _SAMPLE.match(path.name)
     return int(found[1]) if found else 0
-
-
-def _loaded(path: Path) -> Array:
-    try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise FileFormatError(f"{path} cannot be read as an array ({error}); dump it again") from error
 
 
 def _dtype_of_raw(path: Path, like: Array, encoding: Encoding | None) -> np.dtype[Any]:
@@ -166,6 +179,8 @@ def _decoded(values: Array, encoding: Encoding | None, path: Path) -> Array:
     """Return values in float32; integers are codes of the site."""
     if values.dtype.kind == "f":
         return values.astype(np.float32)
+    if values.dtype.kind == "b":
+        raise DataError(f"{path} holds truth values, which no grid has codes for; dump floats")
     if encoding is None:
         raise DataError(
             f"{path} holds {values.dtype}, and the other side has no quantized site here, whose codes these could be; "

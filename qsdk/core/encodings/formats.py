@@ -5,11 +5,12 @@ from typing import Any
 
 from qsdk.core.encodings.aimet.at_sites import at_sites
 from qsdk.core.encodings.aimet.read import VERSIONS, is_aimet, read_aimet
-from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, parse_json, read_own
+from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, read_own
 from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.read_files import parse_json
 
 #: the value of `version=` for qsdk's own format, as None is
 OWN = "qsdk"

@@ -16,6 +16,7 @@ from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, bfloat16, dtype_named, float16
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Kind
+from qsdk.core.read_files import parse_json
 
 FORMAT = "qsdk.encodings"
 VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and wrote defaults
@@ -170,31 +171,6 @@ def _texts(values: npt.NDArray[Any], text: Callable[[Any], str]) -> str:
     different, places = np.unique(values, return_inverse=True)
     texts = [text(value) for value in different]
     return ", ".join([texts[place] for place in places])
-
-
-def parse_json(text: str, where: str) -> Any:
-    """Return the values in JSON text.
-
-    Raises:
-        FileFormatError: it is truncated or no JSON, has a key twice, or is nested too deeply; names the place.
-    """
-
-    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        if repeated:
-            raise FileFormatError(f"{where} names {repeated[0]!r} twice; keep one of them")
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=no_repeats)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise FileFormatError(f"{where} is truncated or no JSON at {place} ({error.msg}); write it again") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise FileFormatError(f"{where} holds what no encoding has: {error}; write it again") from error
-    except RecursionError as error:
-        raise FileFormatError(f"{where} is nested too deeply to be an encodings file; write it again") from error
 
 
 def _cast(entry: Mapping[str, Any]) -> DType | None:

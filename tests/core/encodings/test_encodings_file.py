@@ -185,7 +185,7 @@ def changed(**fields):
         (GOOD.replace('"provenance": {"tool": "qsdk"}', '"provenance": []'), "no mapping under"),
         (GOOD.replace('"tool"', '"a": 1, "a"'), "names 'a' twice"),
         ("[" * 200_000, "nested too deeply|no JSON"),
-        (GOOD.replace("0.1", "1" * 5000), "m.json holds what no encoding has: .*digits"),
+        (GOOD.replace("0.1", "1" * 5000), "m.json holds what no file of this kind has: .*digits"),
         (changed(scale=[0.1]), "site 'a:output': 1 scales, 2 zero points"),
         (changed(shape=[3]), "2 scales, 2 zero points and the shape"),
         (changed(shape=[0]), "shape is a list of positive integers"),

@@ -141,6 +141,73 @@ def test_a_folder_of_no_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path):
         qsdk.quantize(tmp_path, None, "w8a8")
 
 
+def changed(folder: Path, target: Path, **settings: object) -> Path:
+    """Return a copy of a checkpoint with other settings in its config."""
+    path = Path(shutil.copytree(folder, target)) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"architectures": [5]}, "does not name the class of the model"),
+        ({"architectures": [None]}, "does not name the class of the model"),
+        ({"architectures": [["a"]]}, "does not name the class of the model"),
+        ({"architectures": "LlamaForCausalLM"}, "does not name the class of the model"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10,000,000, which no model has"),
+        (
+            {"num_hidden_layers": 10**5},
+            r"more than [\d,]+ parameters, its files hold \d+; correct its numbers of layers",
+        ),
+        ({"num_labels": 10**9}, "num_labels is 1,000,000,000"),
+        ({"attn_implementation": "someone/kernels"}, "asks for the attention 'someone/kernels'.* known are eager"),
+        ({"text_config": {"_attn_implementation": "a/b"}}, "asks for the attention 'a/b'"),
+    ],
+)
+def test_settings_of_strangers_are_refused_at_once(folder: Path, tmp_path: Path, settings: dict, message: str):
+    copy = changed(folder, tmp_path / "copy", **settings)
+    started = time.perf_counter()
+    with pytest.raises(qsdk.FileFormatError, match=rf"config\.json.*{message}"):
+        qsdk.quantize(copy, None, qsdk.weight_only("int8"))
+    assert time.perf_counter() - started < 5  # it is 0.2 s on a quiet machine, and was minutes
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", '{"a": 1, "a": 2}'])
+def test_a_config_that_is_no_settings_is_refused(folder: Path, tmp_path: Path, text: str):
+    copy = changed(folder, tmp_path / "copy")
+    (copy / "config.json").write_text(text)
+    with pytest.raises(qsdk.FileFormatError, match=r"config\.json .*read it yourself|config\.json names 'a' twice"):
+        qsdk.quantize(copy, None, qsdk.weight_only("int8"))
+
+
+@pytest.mark.parametrize(
+    "outside", ["../outside.safetensors", "{top}/outside.safetensors", "a/../../outside.safetensors"]
+)
+def test_an_index_that_names_files_outside_of_its_folder_is_refused(folder: Path, tmp_path: Path, outside: str):
+    copy = changed(folder, tmp_path / "copy")
+    index = copy / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    shard = sorted(set(listed["weight_map"].values()))[0]
+    shutil.move(copy / shard, tmp_path / "outside.safetensors")
+    named = {k: outside.format(top=tmp_path) if v == shard else v for k, v in listed["weight_map"].items()}
+    index.write_text(json.dumps({**listed, "weight_map": named}))
+    with pytest.raises(qsdk.FileFormatError, match=r"index\.json names '.*', a file outside of its folder"):
+        qsdk.quantize(copy, None, qsdk.weight_only("int8"))
+
+
+def test_a_device_among_the_files_is_refused_and_a_link_to_a_file_taken(folder: Path, tmp_path: Path):
+    copy = changed(folder, tmp_path / "copy")
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    kept = shutil.move(shard, tmp_path / "blob")
+    shard.symlink_to(kept)  # as the hub's cache lays them
+    assert qsdk.quantize(copy, None, qsdk.weight_only("int8")).coverage().rows
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+    with pytest.raises(qsdk.FileFormatError, match=rf"{shard.name} is no ordinary file, but a pipe or a device"):
+        qsdk.quantize(copy, None, qsdk.weight_only("int8"))
+
+
 @pytest.mark.slow
 def test_a_cache_crosses_the_edges_of_the_file_in_float32(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "llama", num_hidden_layers=1)
