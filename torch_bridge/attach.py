@@ -30,6 +30,7 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
             continue
         decision = quantizer.decision
         quantizer.keeps_result = decision.site not in runtime.overwritten
+        quantizer.copies_input = decision.site in runtime.aliased
         if decision.tied_to is not None:
             quantizer.tied_to = _required_quantizer(runtime, decision.tied_to)
         if decision.bias_of is not None:

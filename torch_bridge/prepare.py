@@ -168,7 +168,7 @@ def _fold_and_wrap(
     wrap_trainable_norms(own, tuple(trainable))
     aliases = dataflow.aliases
     runtime.views, runtime.write_back = frozenset(aliases.views), frozenset(aliases.read_again)
-    runtime.writes_inputs = aliases.inputs
+    runtime.writes_inputs, runtime.aliased = aliases.inputs, runtime.write_back | dataflow.aliased
     # what was written over a BatchNorm's result is now written over that of the layer it is folded into
     layers = {site_name(fold.norm_op, "output"): site_name(fold.op, "output") for fold in folds}
     runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)

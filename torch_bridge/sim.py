@@ -45,7 +45,14 @@ from torch_bridge.training.batch_norm_training import (
 )
 from torch_bridge.training.frozen_values import guard_values, holding_values
 from torch_bridge.training.schedule_state import ScheduleState
-from torch_bridge.training.training import Learning, eval_mode, leave_training, parameter_groups, training
+from torch_bridge.training.training import (
+    Learning,
+    eval_mode,
+    leave_training,
+    parameter_groups,
+    require_weights_unwritten,
+    training,
+)
 from torch_bridge.weight_files.weight_files import WeightFiles
 from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
 from torch_bridge.wrapping.pretrained import link_sim
@@ -327,6 +334,7 @@ class QuantSim(StatefulSim):
         Raises:
             CalibrationError: a scale or zero point that is to be learned has not been calibrated.
             ConfigError: an unknown gradient, no number of steps, or a block inside of another one.
+            ModelError: the forward pass writes over a quantized weight in train mode.
         """
         if isinstance(self.runtime.schedule_state, ScheduleState):
             raise ConfigError(
@@ -334,6 +342,7 @@ class QuantSim(StatefulSim):
             )
         if gradient not in ("lsq", "pact"):
             raise ConfigError(f"gradient={gradient!r} is unknown; choose lsq or pact")
+        require_weights_unwritten(self.runtime)
         kernels = compiled_kernels() if compile_kernels else None
         learning = Learning(learn_scales, learn_zero_points, gradient == "pact", kernels)
         called = [partial(schedule, self) for schedule in schedules]

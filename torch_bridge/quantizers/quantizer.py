@@ -56,6 +56,7 @@ class Quantizer:
         clipped_only: whether its gradients come from clipped elements alone (`FakeQuantGrid.clipped_only`).
         kernels: compiled kernels to use while it is trained (`FakeQuantGrid.kernels`).
         keeps_result: whether nothing writes over its result (`FakeQuantGrid.keeps_result`).
+        copies_input: whether the backward pass needs a copy of what it gets, because that is written over later.
         input_observer: observes what is to be quantized, and decides whether to (`tuning.moving_ranges`).
         finer_grid: the grid it trains on for now, in place of its own.
     """
@@ -66,7 +67,7 @@ class Quantizer:
         self.model = model
         self.tied_to: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
-        self.frozen = self.clipped_only = self.keeps_result = False
+        self.frozen = self.clipped_only = self.keeps_result = self.copies_input = False
         self.kernels: CompiledKernels | None = None
         self.input_observer: InputObserver | None = None
         self.finer_grid: FinerGrid | None = None
@@ -171,6 +172,8 @@ class Quantizer:
         spec = self.decision.spec
         if spec is None or self.decision.passes_through:
             return x
+        if self.copies_input and torch.is_grad_enabled():
+            x = x.clone()
         if not spec.dtype.is_quantized:
             return cast_straight_through(x, spec.dtype)
         if x.dtype != torch.float32:
@@ -210,8 +213,8 @@ class Quantizer:
             return None
         if self.decision.passes_through or x.dtype != torch.float32 or not x.requires_grad:
             return None
-        if self.input_observer is not None or self.finer_grid is not None:
-            return None
+        if self.input_observer is not None or self.finer_grid is not None or x._is_view():
+            return None  # a view may be written over by another name, and the backward pass reads x
         scale, zero_point = self.scale_and_zero_point()
         if not torch.is_grad_enabled() or not runs_per_tensor(x, scale) or zero_point.requires_grad:
             return None  # the zero point's gradient would mix the grid's clipping with the ReLU's

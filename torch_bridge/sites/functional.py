@@ -14,6 +14,10 @@ _WITHOUT_SITE = frozenset(
     | {"requires_grad", "dropout", "alpha_dropout", "feature_dropout", "dropout2d", "identity", "item", "tolist"}
     | {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones"}
     | {"new_full", "new_empty", "new_tensor", "set_", "copy", "backward", "register_hook", "deepcopy", "numpy"}
+    | {
+        "lift_fresh",
+        "lift_fresh_copy",
+    }  # a trace calls them where a tensor is made of numbers (`torch.FloatTensor([1.0])`)
     | {"setitem", "size", "stride", "dim", "numel", "is_floating_point", "symbolic", "as_subclass", "fill", "zero"}
 )
 _PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
@@ -31,7 +35,7 @@ def op_name(func: Callable[..., Any]) -> str | None:
         # __iadd__ and __radd__ are add; __index__, __invert__, __round__ are themselves
         name = bare if f"__{bare}__" in _OPERATORS else name
     name = name.strip("_")
-    return None if not name or name in _WITHOUT_SITE else name
+    return None if not name or name.partition(".")[0] in _WITHOUT_SITE else name  # `detach.default` of torch.ops
 
 
 # What torch.compiler.assume_constant_result sets, without loading the compiler: dynamo cannot read a method's name.

@@ -45,6 +45,7 @@ class RuntimeState:
         views: sites of views that share memory with a tensor that is written later; they are not quantized.
         write_back: sites of in-place ops whose tensor is read again by its old name.
         overwritten: sites whose tensor is written over after it was quantized.
+        aliased: sites whose tensor is given out under another name too, by which it is written over later.
         marked: the sites written into the graph by the last `mark` phase.
         reused_modules: paths of the modules that one forward pass calls more than once.
         attention_modules: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
@@ -62,6 +63,7 @@ class RuntimeState:
         numbers_by_line: names calls by their lines, for forward passes that read a cache of keys and values.
         training_names: name of a call by its order in train mode -> its name on the example, where they differ.
         training_lines: as `source_lines`, for calls named by their order in train mode.
+        written_in_training: tensors that a forward pass in train mode writes and reads -> the line that writes.
         tracks_calls: whether calls are compared with those on the example at all.
         only_training: site -> kind, for sites that only train mode has; they stay float.
         caches: attributes in which modules cache values computed from their parameters in eval mode.
@@ -79,6 +81,7 @@ class RuntimeState:
         self.views: frozenset[str] = frozenset()
         self.write_back: frozenset[str] = frozenset()
         self.overwritten: frozenset[str] = frozenset()
+        self.aliased: frozenset[str] = frozenset()
         self.marked: list[str] = []
         self.reused_modules: frozenset[str] = frozenset()
         self.attention_modules: frozenset[str] = frozenset()
@@ -96,6 +99,7 @@ class RuntimeState:
         self.numbers_by_line: CallNames | None = None
         self.training_names: dict[str, str] = {}
         self.training_lines: dict[str, str] = {}
+        self.written_in_training: dict[str, str] = {}
         self.tracks_calls = False
         self.only_training: dict[str, str] = {}
         self.caches: tuple[Cache, ...] = ()

@@ -15,6 +15,7 @@ from qsdk.core.site import owner_of, port_of, site_name
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.sites.source_lines import RecordedCall
 from torch_bridge.torch_values.module_state import Attributes, attributes_of, emptied_attributes, restoring_state
+from torch_bridge.wrapping.aliases import WrittenStateError
 from torch_bridge.wrapping.dataflow import record_dataflow
 from torch_bridge.wrapping.wrapped_state import state_of
 
@@ -27,15 +28,19 @@ class TrainingPath:
         calls: of modules and ops, in order, numbered as they came.
         sites: that it reached.
         overwritten: sites whose tensor is written over.
+        aliased: those of them that are views.
         emptied: snapshots of the caches that train mode has emptied.
         failed: why the pass failed; empty where it did not.
+        written: parameters and buffers that it writes and reads -> the line that writes.
     """
 
     calls: Sequence[RecordedCall] = ()
     sites: Sequence[str] = ()
     overwritten: frozenset[str] = frozenset()
+    aliased: frozenset[str] = frozenset()
     emptied: Attributes = field(default_factory=dict)
     failed: str = ""
+    written: Mapping[str, str] = field(default_factory=dict)
 
 
 def record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> TrainingPath:
@@ -55,7 +60,10 @@ def record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], A
                     module.training = False
             dataflow = record_dataflow(model, runtime, run)
             emptied = emptied_attributes(before, attributes_of(model))
-        result = TrainingPath(runtime.recorded_calls, tuple(dataflow.sites), frozenset(dataflow.overwritten), emptied)
+        overwritten, aliased = frozenset(dataflow.overwritten), frozenset(dataflow.aliased)
+        result = TrainingPath(runtime.recorded_calls, tuple(dataflow.sites), overwritten, aliased, emptied)
+    except WrittenStateError as error:
+        result = TrainingPath(failed=str(error), written=error.lines)
     except Exception as error:  # the user's code may raise anything, for missing labels for example
         result = TrainingPath(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     finally:
@@ -68,13 +76,14 @@ def set_training_path(
 ) -> None:
     """Set in a runtime the names of training's calls on the example, and the sites that training alone has."""
     if training.failed:
-        runtime.training_lines = dict(runtime.source_lines)
+        runtime.training_lines, runtime.written_in_training = dict(runtime.source_lines), dict(training.written)
     else:
         matching = _CallMatching(example, training.calls)
         runtime.training_names, runtime.training_lines = matching.names, matching.source_lines
         reached = [matching.site(site) for site in training.sites]
         runtime.only_training = {site: _kind(site) for site in reached if site not in sites}
         runtime.overwritten |= {matching.site(site) for site in training.overwritten}
+        runtime.aliased |= {matching.site(site) for site in training.aliased}
     runtime.tracks_calls = bool(runtime.source_lines or runtime.training_lines or runtime.training_names)
 
 

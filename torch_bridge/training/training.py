@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from qsdk.core.errors import ModelError
+from qsdk.core.site import site_name
 from torch_bridge.quantizers.compiled_kernels import CompiledKernels
 from torch_bridge.quantizers.quantizer import Quantizer
+from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.parameters import STEPS
 from torch_bridge.torch_values.sharding import reshard_parameters, zero_if_sharded
 from torch_bridge.training.schedule_state import ScheduleState, tracking_schedules
@@ -90,6 +93,22 @@ def training(
             for quantizer in quantizers:
                 _end_learning(quantizer)
             model.eval()
+
+
+def require_weights_unwritten(runtime: Runtime) -> None:
+    """Refuse to train a model whose forward pass in train mode writes over a weight that it reads on its grid.
+
+    Raises:
+        ModelError: names the weight, and the line that writes it.
+    """
+    for name, line in runtime.written_in_training.items():
+        path, _, own = name.rpartition(".")
+        if runtime.quantizers.get(site_name(path, own)) is not None:
+            raise ModelError(
+                f"in train mode the forward pass writes over {name} ({line}), which a sim reads on its grid, so that "
+                "the change would be lost; let both modes read the same weight: take the switch out of forward, with "
+                "the weight as eval mode has it, and call qsdk.quantize again"
+            )
 
 
 def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:

@@ -17,6 +17,23 @@ from qsdk.core.errors import ModelError
 from torch_bridge.sites.source_lines import source_line
 
 
+class WrittenStateError(ModelError):
+    """A forward pass writes parameters or buffers and reads them.
+
+    Attributes:
+        lines: name of each of them -> line of the user's code that writes it.
+    """
+
+    def __init__(self, lines: Mapping[str, str]) -> None:
+        self.lines = dict(lines)
+        name, line = next(iter(lines.items()))
+        super().__init__(
+            f"{name} is written by the forward pass ({line}) and read by it too, so it is a state, which an exported "
+            "file does not keep; take it as an argument and return it changed (y, state = model(x, state)), or change "
+            "a clone() of it"
+        )
+
+
 @dataclass
 class _TensorName:
     """A tensor object, one of the names of its memory.
@@ -147,18 +164,17 @@ class Aliases:
         """Record what the model returns.
 
         Raises:
-            ModelError: a parameter or buffer is written and read, which makes it a state.
+            WrittenStateError: a parameter or buffer is written and read, which makes it a state.
         """
         self._call += 1
         for x in all_tensors(result):
             self._record_read(x)
             self._state_read.add(_memory(x))
-        for memory in self._state_read & self._state_written.keys():
-            raise ModelError(
-                f"{self._state[memory]} is written by the forward pass ({self._state_written[memory]}) and read by it "
-                "too, so it is a state, which an exported file does not keep; take it as an argument and return it "
-                "changed (y, state = model(x, state)), or change a clone() of it"
-            )
+        lines = {
+            self._state[memory]: line for memory, line in self._state_written.items() if memory in self._state_read
+        }
+        if lines:
+            raise WrittenStateError(lines)
 
     def _name(self, x: Tensor) -> _TensorName:
         return self._names.setdefault(id(x), _TensorName(x, 0))

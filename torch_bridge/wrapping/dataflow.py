@@ -34,6 +34,7 @@ class Dataflow:
         self.versions: dict[int, tuple[str, int]] = {}  # id of a site's tensor -> site, and the tensor's version then
         self.norm_calls: dict[str, list[dict[str, Any]]] = {}  # path of a module -> arguments of its F.batch_norm
         self.overwritten: set[str] = set()
+        self.aliased: set[str] = set()  # sites of views whose memory is written over later by another name
         self.aliases = Aliases(model)
         self.writes: list[str] = []  # descriptions of the writes, for errors
 
@@ -102,6 +103,9 @@ class Dataflow:
         versions = {id(x): x._version for x in self.tensors}
         changed = {site for key, (site, version) in self.versions.items() if versions[key] != version}
         self.overwritten |= changed
+        self.aliased = {
+            self.versions[id(x)][0] for x in self.tensors if id(x) in self.versions and x._is_view()
+        } & changed
         self.writes = self.aliases.write_lines or [f"what {site} gives" for site in sorted(changed)]
 
 

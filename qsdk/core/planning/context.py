@@ -14,6 +14,7 @@ from qsdk.core.patterns.linear import SLOPES
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.choices import ResolvedConfig, Resolver
 from qsdk.core.planning.no_grid.counted import becomes_integers
+from qsdk.core.planning.no_grid.infinities import infinite_tensors
 from qsdk.core.planning.no_grid.poles import guarded_divisors
 from qsdk.core.planning.no_grid.shape_arithmetic import steering_tensors
 from qsdk.core.planning.operands import operands_of
@@ -50,7 +51,8 @@ class PlanningContext:
         )
         self.groups = self._wanted_groups(result.groups)
         counted = becomes_integers(graph)
-        self.steers |= {**self._outside_groups({**guarded_divisors(graph), **counted}), **self.coarse}
+        no_grid = {**guarded_divisors(graph), **counted, **infinite_tensors(graph)}
+        self.steers |= {**self._outside_groups(no_grid), **self.coarse}
         for op, group in self.groups.items():
             self.operands[op] = operands_of(graph, op, group.roles)
         for index, made in enumerate(graph.ops):

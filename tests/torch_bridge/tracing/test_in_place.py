@@ -104,3 +104,46 @@ def test_a_slice_of_two_axes_shares_the_encoding_of_its_source(tmp_path):
     row = next(row for row in sim.coverage().rows if row["site"] == "getitem.0:output")
     assert row["state"] == "tied"
     assert "conv:output" in row["reason"]
+
+
+def assigned_twice(c):
+    c[..., 0] = c[..., 0] / 7.0
+    c[..., 1] = c[..., 1] / 8.0
+    return c
+
+
+def rectified_parts(c):
+    c[..., :2] = torch.relu(c[..., :2])
+    c[..., 2:] = c[..., 2:].sigmoid()
+    return c
+
+
+def counted(c):
+    n = c.new_zeros(4)
+    n.scatter_add_(0, torch.tensor([0, 1, 1, 2]), c.new_ones(4))
+    n = n.clamp(min=1)
+    return c / n
+
+
+class Written(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.write, self.first, self.last = write, nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.write(self.first(x).clone()))
+
+
+@pytest.mark.parametrize("write", [assigned_twice, rectified_parts, counted])
+def test_what_is_written_over_after_it_was_quantized_trains_as_in_float(write):
+    torch.manual_seed(0)
+    model, x = Written(write).eval(), torch.randn(16, 4)
+    sim = qsdk.quantize(model, x, qsdk.w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    model(x).square().mean().backward()
+    for learn in (False, True):
+        with sim.training(learn_scales=learn) as live:
+            live.zero_grad()
+            live(x).square().mean().backward()
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(live.get_parameter(name).grad, p.grad, rtol=0.1, atol=0.06)

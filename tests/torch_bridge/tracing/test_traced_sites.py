@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from edges import road
 from torch import Tensor, nn
 from torch_models import seeded, sim_of, states
 
+import qsdk
 from qsdk.core.errors import CalibrationError, ExportError, ModelError
 from qsdk.verbs.quantize import calibrate
 
@@ -95,3 +97,27 @@ def test_a_trace_with_other_outputs_names_the_first():
     match = r"on the example the model gives b: float32 \[2, 4\] and its trace nothing more"
     with pytest.raises(ExportError, match=match):
         sim_of(Other(), seeded(2, 4))
+
+
+class MadeOfNumbers(nn.Module):
+    """Makes tensors of numbers in its forward, in all ways that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * torch.sqrt(torch.FloatTensor([0.5]).to(x.device)) + torch.Tensor([0.25]).exp()
+        y = y * torch.from_numpy(np.float32([2.0, 3.0, 4.0, 5.0])).sqrt()
+        return y + torch.FloatTensor(4).fill_(0.5).tanh() + x.new_tensor([1.0]).exp()
+
+
+def test_tensors_that_a_forward_makes_of_numbers_are_traced_as_constants(tmp_path):
+    torch.manual_seed(0)
+    model, x = MadeOfNumbers().eval(), torch.randn(8, 4)
+    sim = qsdk.quantize(model, x)
+    assert not [row["site"] for row in sim.coverage().rows if "lift" in row["site"] and "/" in row["site"]]
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False).summary["passed"]
+    torch.testing.assert_close(sim(x), model(x), rtol=0.05, atol=0.2)

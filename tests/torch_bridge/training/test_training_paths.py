@@ -271,3 +271,30 @@ def test_an_input_that_the_quantized_part_reads_has_to_be_in_the_example():
     with pytest.raises(ModelError, match=r"fc:output depends on shift, which the example did not have"):
         sim(seeded(5, 4), shift=seeded(4))
     assert sim(seeded(5, 4)).shape == (5, 3)
+
+
+class Rescaled(nn.Module):
+    """Doubles its weight in place when it changes to train mode, and halves it when it changes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.doubled = nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training != self.doubled:
+            with torch.no_grad():
+                self.fc.weight.mul_(2.0 if self.training else 0.5)
+            self.doubled = self.training
+        return self.fc(x) * (1 if self.training else 2)
+
+
+def test_a_weight_that_train_mode_rescales_is_refused_by_name_and_line():
+    sim = calibrated(Rescaled(), seeded(5, 4))
+    before = sim(seeded(5, 4))
+    with (
+        pytest.raises(ModelError, match=r"writes over fc.weight \(Rescaled.forward, line \d+\).*take the switch out"),
+        sim.training(),
+    ):
+        raise AssertionError
+    assert torch.equal(sim(seeded(5, 4)), before)
+    assert not sim.model.training
