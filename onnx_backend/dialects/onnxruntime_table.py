@@ -8,6 +8,8 @@ wrong is in it too: a model may be run by another version than the one it was ex
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
+
 from onnx_backend.dialects.dialect import Form
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.encoding import Encoding
@@ -17,6 +19,8 @@ _FLOAT8 = ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
 #: types for which the runtime's default level was not written: it takes them for 8 bits, here and there
 NARROW = frozenset({*_FOUR_BITS, *_TWO_BITS, *_FLOAT8})
 EVERYTHING = "*"
+#: how far a Softmax of 8 bits may be off before it is rounded, in steps of the result
+SOFTMAX_CLOSE = 1.0 / 16.0
 _WITHOUT_KERNELS = frozenset({"float4e2m1"})
 
 
@@ -97,6 +101,22 @@ def is_wrong(reader: str, dtype: str, form: Form, *, float16: bool = False) -> b
     if float16:
         found |= WRONG_FLOAT16.get((dtype, form), frozenset())
     return dtype in NARROW or EVERYTHING in found or reader in found
+
+
+def softmax_steps(scale: float) -> float:
+    """Return by what the runtime's Softmax of 8 bits multiplies: the whole part of `1 / scale`, in float32."""
+    return float(np.floor(np.float32(1.0) / np.float32(scale)))
+
+
+def softmax_error(steps: float, scale: float, largest: float) -> float:
+    """Return how far, in steps of a scale, a Softmax that multiplies by `steps` is off at most.
+
+    Args:
+        steps: by which it multiplies.
+        scale: of the result.
+        largest: code above the zero point.
+    """
+    return float(min(1.0 / scale, largest) * abs(steps * scale - 1.0))
 
 
 def require_kernels(encodings: Mapping[str, Encoding]) -> None:

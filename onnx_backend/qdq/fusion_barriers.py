@@ -2,7 +2,7 @@
 
 A Sum of one operand changes no value, and the runtime neither fuses nor moves it. `onnxruntime_table` lists where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
-2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Eight more:
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Nine more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
 beyond int32 (in float16, beyond float16) times the product of the scales is saturated from the basic level on; a
 MatMulNBits of 2 bits is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from
@@ -11,7 +11,8 @@ bits; a Relu behind a layer whose weight alone is quantized would join a FusedGe
 every run; and the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in
 front is an output of the model, which is then quantized; and its QLinearAdd and QLinearMul end the process where they
 broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes of an int32
-bias as if their scale were that of the input times that of the weight.
+bias as if their scale were that of the input times that of the weight; and its Softmax of 8 bits multiplies by the
+whole part of `1 / scale`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
-from onnx_backend.dialects.onnxruntime_table import NARROW, is_wrong
+from onnx_backend.dialects.onnxruntime_table import NARROW, SOFTMAX_CLOSE, is_wrong, softmax_error, softmax_steps
 from onnx_backend.dialects.readers import Readers, type_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
@@ -35,6 +36,7 @@ COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
 _EIGHT_BITS = frozenset({"int8", "uint8"})
+_LARGEST_CODE = 255.0  # above a zero point of 8 bits
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
 _MOVES = VIEWS | {"Sum", "Cast"}  # a cast stands behind the pair of a float16 tensor whose scale is too small for it
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -178,6 +180,7 @@ class _BarrierInserter:
             or self._is_stack(node)
             or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
             or self._saturates_bias(node, dequantize)
+            or (node.op_type == "Softmax" and dtype in _EIGHT_BITS and self._floors_steps(node))
         ]
 
     def _is_stack(self, layer: NodeProto) -> bool:
@@ -201,6 +204,17 @@ class _BarrierInserter:
         # of a grouped ConvTranspose: of each group's channels
         product = np.multiply(*(scale.astype(np.float64) for scale in scales))
         return bool((np.abs(bias) >= _LARGEST_BIAS[bias.dtype.name] * np.resize(product, bias.shape)).any())
+
+    def _floors_steps(self, softmax: NodeProto) -> bool:
+        """Return True if the runtime takes another number of steps than `1 / scale` for a Softmax of 8 bits."""
+        readers = list(self.readers.get(softmax.output[0], []))
+        for reader in readers:
+            if reader.op_type in VIEWS:  # the runtime moves the pair in front of it
+                readers += self.readers.get(reader.output[0], [])
+        quantizers = [reader for reader in readers if reader.op_type == "QuantizeLinear"]
+        pairs = [node for node in quantizers if self.known.dtype(node) in _EIGHT_BITS and node.input[1] in self.stored]
+        scales = [float(scale) for node in pairs for scale in self._value(node.input[1]).reshape(-1)]
+        return any(softmax_error(softmax_steps(scale), scale, _LARGEST_CODE) > SOFTMAX_CLOSE for scale in scales)
 
     def _value(self, name: str) -> npt.NDArray[Any]:
         return self.large[name].value() if name in self.large else array(self.stored[name])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
+from onnx_backend.dialects.onnxruntime_table import SOFTMAX_CLOSE, softmax_error, softmax_steps
 from onnx_backend.integer.codegen.channels_last import in_blocks, turned
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
@@ -25,13 +26,12 @@ from onnx_backend.integer.ir.operations import (
     WindowSum,
 )
 from onnx_backend.integer.ir.values import ActivationEncoding, Array, Term
+from qsdk.core.ranges.ranges import of_whole_steps
 
 CONTRIB = "com.microsoft"
 _INT32, _UINT8 = (1 << 31) - 1, (1 << 8) - 1
 #: The largest sum of two weights of one sign for which `255 * w0 + 255 * w1` stays in int16.
 _PAIR = 128
-#: How far a Softmax in float32 may be from the real one, in output steps, before it is rounded.
-_CLOSE = 1.0 / 16.0
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,16 @@ def addition(b: Builder, op: Requantization) -> bool:
 
 
 def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
-    """Write a Softmax of codes as its kernel; False where that is further from the real value than `_CLOSE`.
+    """Write a Softmax of codes as its kernel; False where that is further from the real value than `SOFTMAX_CLOSE`.
 
-    The kernel multiplies the share of an exponential in the sum, in float32, by the largest whole number that is not
-    above `1 / scale`: the scale written is the largest for which that is the nearest one.
+    The kernel multiplies the share of an exponential in the sum by the whole part of `1 / scale`: the scale written is
+    one for which that is the nearest whole number.
     """
-    steps = np.rint(1.0 / op.encoding.scale)
-    reach = min(steps, op.encoding.hi)
-    error = reach * (abs(steps * op.encoding.scale - 1.0) + (whole.length + 8) * 2.0**-24)
-    if error > _CLOSE or whole.length < 2:  # for one element, whose share is 1, the kernel computes 0
+    (scale,) = of_whole_steps(np.array([op.encoding.scale]))
+    error = softmax_error(softmax_steps(scale), op.encoding.scale, op.encoding.hi)
+    error += min(softmax_steps(scale), op.encoding.hi) * (whole.length + 8) * 2.0**-24
+    if error > SOFTMAX_CLOSE or whole.length < 2:  # for one element, whose share is 1, the kernel computes 0
         return False
-    scale = np.float32(op.encoding.scale)
-    while np.floor(np.float32(1.0) / scale) < steps:
-        scale = np.nextafter(scale, np.float32(0.0))
     codes, back = turned(b, whole.codes, whole.axis, whole.rank)
     tensors = [*_activation(b, codes, whole.encoding), b.constant(scale)]
     tensors.append(b.constant(np.uint8(op.encoding.zero_point)))

@@ -2,7 +2,8 @@
 
 Conventions and their measured values: a range always contains 0, which is exactly representable; a symmetric
 scale is the smallest that covers both ends, `max(high / hi, -low / -lo)`; scales never fall below float32's
-machine epsilon (its 256th at 16 bits), so that a tensor of zeros has an encoding.
+machine epsilon (its 256th at 16 bits), so that a tensor of zeros has an encoding; the fixed range from 0 to 1 has a
+whole number of steps.
 """
 
 from dataclasses import dataclass
@@ -95,7 +96,20 @@ def scale_and_zero_point(low: FloatArray, high: FloatArray, spec: Spec) -> tuple
     if spec.scale_dtype == float8e8m0:
         scale = shared_exponents(np.maximum(-low, high), spec.dtype)
         return scale, np.zeros(scale.shape, np.int32)
-    return _symmetric(low, high, spec) if spec.symmetric else _asymmetric(low, high, spec)
+    scale, zero_point = (_symmetric if spec.symmetric else _asymmetric)(low, high, spec)
+    return (of_whole_steps(scale, spec.scale_bits) if spec.fixed_range == (0.0, 1.0) else scale), zero_point
+
+
+def of_whole_steps(scale: FloatArray, digits: int | None = None) -> FloatArray:
+    """Return scales with which the range from 0 to 1 has a whole number of steps, in float32 too.
+
+    A kernel may take the whole part of `1 / scale` for their number: of float32(1/255), which is above 1/255, that is
+    254. The scale below it gives 255. Scales stay where so few binary digits have none that is as near.
+    """
+    steps = np.rint(1.0 / scale.astype(np.float64))
+    mantissa, exponent = np.frexp(1.0 / np.maximum(steps, 1.0))
+    below = np.ldexp(np.floor(np.ldexp(mantissa, digits or 24)), exponent - (digits or 24))
+    return np.where(np.rint(1.0 / below) == steps, below, scale).astype(np.float32)
 
 
 def _symmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:

@@ -170,6 +170,21 @@ def test_unsigned_symmetric_uses_the_whole_grid_or_its_middle(low, high, scale: 
     assert encoding.zero_point.tolist() == [zero_point]
 
 
+@pytest.mark.parametrize("dtype", [int2, int4, int8, uint4, uint8, int16, uint16, DTYPES["uint5"]], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scale_bits", [None, 1, 5, 8, 11])
+def test_a_fixed_range_of_shares_has_a_whole_number_of_steps(dtype, symmetric: bool, scale_bits):
+    """Also for who takes the whole part of `1 / scale` in float32; and 1 is one of the values, to half a step."""
+    encoding = between(0.0, 1.0, Spec(dtype, symmetric=symmetric, scale_bits=scale_bits, fixed_range=(0.0, 1.0)))
+    steps = np.float32(1) / encoding.scale[0]
+    nearest = np.rint(1.0 / np.float64(encoding.scale[0]))
+    assert encoding.high[0] + encoding.scale[0] / 2 >= 1.0
+    if scale_bits is None or nearest == dtype.hi - encoding.zero_point[0]:
+        assert np.floor(steps) == nearest
+    mantissa = np.frexp(np.float64(encoding.scale[0]))[0] * 2.0 ** (scale_bits or 24)
+    assert mantissa == np.rint(mantissa)
+
+
 @pytest.mark.parametrize("dtype", [int2, int4, int8, uint4, uint8, uint16, DTYPES["uint5"]], ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("scale_bits", [None, 1, 5])

@@ -2,15 +2,20 @@
 
 import itertools
 
+import numpy as np
 import onnxruntime as ort
 import pytest
+from integer_models import Net, run
+from onnx import TensorProto
 from runtime_probes import LABELS, Probe
 
 from onnx_backend.dialects.dialect import form_of
 from onnx_backend.dialects.onnxruntime_table import EVERYTHING, NARROW, WRONG, WRONG_FLOAT16, is_wrong
 from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.qdq.fusion_barriers import insert_barriers
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.ranges.ranges import of_whole_steps
 
 INSTALLED = tuple(int(part) for part in ort.__version__.split(".")[:2])
 #: whether a float8 tensor is off by more than an ulp depends on the weight's values where the weight is requantized
@@ -86,6 +91,32 @@ def test_the_form_that_is_written_is_the_one_with_the_fewest_faults(dtype, form)
     symmetric = form != "both"
     assert form_of(dtype_named(dtype), symmetric, "onnxruntime") == form or dtype == "int8"
     assert form_of(dtype_named(dtype), symmetric, "onnx") == ("output_dtype" if symmetric else "both")
+
+
+def softmax(scale, zero_point, code):
+    net = Net()
+    x = net.qdq(net.input([200, 8]), 0.05, 200)
+    shares = net.op("Transpose", net.op("Softmax", x, axis=-1), perm=[1, 0])
+    net.output(net.qdq(shares, scale, zero_point, code), [8, 200])
+    return net.model()
+
+
+@pytest.mark.parametrize(("zero_point", "code"), [(0, TensorProto.UINT8), (-128, TensorProto.INT8)])
+@pytest.mark.parametrize("scale", [1 / 255, 0.003, 1 / 100.5])
+def test_a_softmax_whose_scale_has_no_whole_number_of_steps_is_kept_apart(scale, zero_point, code):
+    """The runtime takes the whole part of 1 / scale: that of float32(1/255) is 254."""
+    x = (np.random.default_rng(2).normal(size=(200, 8)) * 4).astype(np.float32)
+    left, separated = (softmax(scale, zero_point, code) for _ in range(2))
+    whole = softmax(of_whole_steps(np.float32([scale]))[0], zero_point, code)
+    wanted, off = (run(left, {"x": x}, level)["y"] for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"))
+    assert (np.abs(off - wanted) > scale / 2).mean() > 0.005
+    insert_barriers(separated)
+    assert np.abs(run(separated, {"x": x})["y"] - wanted).max() < scale / 2
+    before = len(whole.graph.node)
+    insert_barriers(whole)
+    assert len(whole.graph.node) == before
+    levels = [run(whole, {"x": x}, level)["y"] for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL")]
+    assert np.abs(levels[0] - levels[1]).max() < scale / 2
 
 
 def test_types_that_the_runtime_was_not_written_for_are_always_apart():
