@@ -28,9 +28,9 @@ from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import write_file, write_sharing
 from onnx_backend.qdq.frozen import mark_frozen
+from onnx_backend.qdq.fusion_barriers import needed_options
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
-from onnx_backend.runtime.session_options import needed_options
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
@@ -175,7 +175,7 @@ def _form(
     drop_properties(model, (CACHE_KEY, FILE_KEY))
     if integer_edges is not None:
         take_integer_cache(model, integer_edges)
-    facts = {"fixed_shapes": sizes, "session_options": needed_options(model, dialect)}
+    facts = {"fixed_shapes": sizes, "session_options": needed_options(model)}
     return {**require_readable(model, dialect), **facts, "cache": metadata(model).get(CACHE_KEY)}
 
 

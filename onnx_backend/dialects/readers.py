@@ -9,6 +9,9 @@ from onnx_backend.proto.graph_queries import consumers, initializers, producers
 from onnx_backend.proto.nodes import attributes
 from qsdk.core.graph.op_facts import LINEAR
 
+_NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
+_BLOCKS = frozenset({16, 32, 64, 128, 256})
+
 
 class Readers:
     """A graph with Q/DQ pairs, and who reads which of its tensors.
@@ -56,6 +59,27 @@ class Readers:
         """Return the type that a BitShift is computed in, by its stored operands; "" if none is stored."""
         types = [type_name(self.stored[name].data_type) for name in node.input if name in self.stored]
         return types[0] if types else ""
+
+    def becomes_nbits(self, layer: NodeProto) -> bool:
+        """Return True if the runtime turns a layer into MatMulNBits, which rounds its input to 8 bits.
+
+        That are layers with stored matrices whose input is not, directly, on codes of 8 bits (measured, onnxruntime
+        1.31 and 1.32; the older does so behind no codes at all).
+        """
+        if layer.op_type not in ("MatMul", "Gemm") or (layer.op_type == "Gemm" and attributes(layer).get("transB")):
+            return False
+        source, pair = self.makers.get(layer.input[0]), self.makers.get(layer.input[1])
+        codes = None if pair is None or pair.op_type != "DequantizeLinear" else self.stored.get(pair.input[0])
+        if pair is None or codes is None or type_name(codes.data_type) not in _NBITS or len(codes.dims) != 2:
+            return False
+        if source is not None and source.op_type == "DequantizeLinear":
+            quantize = self.makers.get(source.input[0])
+            if quantize is None or self.dtype(quantize) in ("int8", "uint8"):
+                return False
+        facts = attributes(pair)
+        axis, block = facts.get("axis", 1) % 2, facts.get("block_size", 0)
+        per_tensor = len(self.stored[pair.input[1]].dims) == 0
+        return per_tensor or (axis == 1 and not block) or (axis == 0 and block in _BLOCKS)
 
     def weight(self, name: str) -> str:
         """Return the type that the second operand of a layer is stored in; "" for an activation."""

@@ -10,6 +10,7 @@ from onnx_backend.export import ENCODINGS_KEY, FILE_KEY, HASH_KEY
 from onnx_backend.opening.read_graph import with_sites
 from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.qdq.fusion_barriers import OPTIONS_KEY
 from onnx_backend.qdq.marks import UnpackedQdq
 from onnx_backend.qdq.read import LITERAL_KEY
 from qsdk.core.config.config import QuantConfig
@@ -103,4 +104,4 @@ def note_replaced_encodings(report: Report, adopted: Mapping[str, Encoding], fou
 
 def without_origin(model: ModelProto) -> None:
     """Remove what a file records of its encodings, in place: it becomes the start of another model."""
-    drop_properties(model, (ENCODINGS_KEY, FILE_KEY, HASH_KEY))
+    drop_properties(model, (ENCODINGS_KEY, FILE_KEY, HASH_KEY, OPTIONS_KEY))

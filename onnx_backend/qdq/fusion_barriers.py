@@ -5,16 +5,17 @@ is needed: behind the DequantizeLinear of an activation whose reader would be wr
 2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Nine more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
 beyond int32 (in float16, beyond float16) times the product of the scales is saturated from the basic level on; a
-MatMulNBits of 2 bits is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from
-onnxruntime 1.32 on, a MatMulNBits replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8
-bits; a Relu behind a layer whose weight alone is quantized would join a FusedGemm, which dequantizes that weight in
-every run; and the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in
-front is an output of the model, which is then quantized; and its QLinearAdd and QLinearMul end the process where they
-broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes of an int32
-bias as if their scale were that of the input times that of the weight; and its Softmax of 8 bits multiplies by the
-whole part of `1 / scale`.
+MatMulNBits of 2 bits is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); a
+MatMulNBits replaces MatMul and Gemm behind float activations and (from onnxruntime 1.32 on) those of 16 bits, which it
+rounds to 8 bits; a Relu behind a layer whose weight alone is quantized would join a FusedGemm, which dequantizes that
+weight in every run; and the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the
+tensor in front is an output of the model, which is then quantized; and its QLinearAdd and QLinearMul end the process
+where they broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes
+of an int32 bias as if their scale were that of the input times that of the weight; and its Softmax of 8 bits multiplies
+by the whole part of `1 / scale`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,21 +25,22 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
 from onnx_backend.dialects.onnxruntime_table import NARROW, SOFTMAX_CLOSE, is_wrong, softmax_error, softmax_steps
-from onnx_backend.dialects.readers import Readers, type_name
+from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
+from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
 from qsdk.core.graph.op_facts import LINEAR, VIEWS
 
 COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
+OPTIONS_KEY = "qsdk.session_options"  # property of a model: the configuration entries that a session needs, as JSON
+EXACT_MATMUL = ("session.qdq_matmulnbits_accuracy_level", "0")
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
-_NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _LARGEST_CODE = 255.0  # above a zero point of 8 bits
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
-_MOVES = VIEWS | {"Sum", "Cast"}  # a cast stands behind the pair of a float16 tensor whose scale is too small for it
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
 #: float type of a bias -> where its integers, the bias over the product of both scales, overflow: the runtime divides
@@ -46,14 +48,24 @@ _BROADCAST = frozenset({"Add", "Mul"})
 _LARGEST_BIAS = {"float32": 2.0**31, "float16": 65504.0}
 
 
-def insert_barriers(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
+def insert_barriers(
+    model: ModelProto, large: Mapping[str, LargeTensor] | None = None, *, only_weights: bool = False
+) -> None:
     """Insert a Sum wherever the runtime's default level would go wrong without it, in place.
 
     Args:
         model: with Q/DQ.
         large: the stored tensors that the model has only stubs of, by name.
+        only_weights: the model keeps the fast form of layers whose weights alone are quantized, and notes the option
+            with which a session computes them as simulated. That is so too for one that has such a note.
     """
-    _BarrierInserter(model, large or {}).insert()
+    _BarrierInserter(model, large or {}, only_weights=only_weights or bool(needed_options(model))).insert()
+
+
+def needed_options(model: ModelProto) -> dict[str, str]:
+    """Return the session configuration entries (key -> value) that a model notes as needed to be exact."""
+    options: dict[str, str] = json.loads(metadata(model).get(OPTIONS_KEY, "{}"))
+    return options
 
 
 def keep_off_codes(model: ModelProto) -> None:
@@ -81,8 +93,8 @@ def keep_off_codes(model: ModelProto) -> None:
 class _BarrierInserter:
     """A model while barriers are put into it."""
 
-    def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor]) -> None:
-        self.graph, self.large = model.graph, large
+    def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor], *, only_weights: bool) -> None:
+        self.model, self.graph, self.large, self.only_weights = model, model.graph, large, only_weights
         self.known, self.taken = Readers(model.graph), names_in(model.graph)
         self.stored, self.makers = self.known.stored, self.known.makers
         self.readers, self.outputs = self.known.readers, self.known.outputs
@@ -95,6 +107,8 @@ class _BarrierInserter:
             drops = node.op_type == "QuantizeLinear" and self._drops_op_before(node)
             if drops or (node.op_type == "Relu" and self._would_join_gemm(node)):
                 nodes += self._barrier(node.input[0], [node])
+            if self.known.becomes_nbits(node) and not self._stays_packed():
+                nodes += self._barrier(node.input[1], [node])
             nodes.append(node)
             if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
                 nodes += self._barrier(node.output[0], self._wrong_readers(node))
@@ -117,23 +131,20 @@ class _BarrierInserter:
         if layer is not None and layer.op_type == "Add":
             makers = (self.makers.get(name) for name in layer.input)
             layer = next((node for node in makers if node is not None and node.op_type == "MatMul"), None)
-        if layer is None or layer.op_type not in ("Gemm", "MatMul") or self._is_quantized(layer.input[0]):
-            return False
-        return self.known.weight(layer.input[1]).removesuffix(" blocks") in _NBITS
-
-    def _is_quantized(self, tensor: str) -> bool:
-        maker = self.makers.get(tensor)
-        return maker is not None and maker.op_type == "DequantizeLinear"
+        return layer is not None and self.known.becomes_nbits(layer)
 
     def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
-        """Return the layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
-        weight, name = self.stored[dequantize.input[0]], dequantize.output[0]
-        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in LINEAR]
-        if weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0:
-            return layers  # it needs whole bytes per row
-        if type_name(weight.data_type) not in _NBITS:
+        """Return the layers that would read a stored weight of 2 bits wrong: the runtime needs whole bytes per row."""
+        weight = self.stored[dequantize.input[0]]
+        if weight.data_type not in _TWO_BITS or len(weight.dims) != 2 or weight.dims[1] % 4 == 0:
             return []
-        return [node for node in layers if node.op_type in _MATRIX_LAYERS and self._rounds(node)]
+        return [reader for reader in self.readers.get(dequantize.output[0], []) if reader.op_type in LINEAR]
+
+    def _stays_packed(self) -> bool:
+        """Return True if layers may become MatMulNBits, and note with which option that leaves their input as it is."""
+        if self.only_weights:
+            set_properties(self.model, {OPTIONS_KEY: json.dumps(dict([EXACT_MATMUL]))})
+        return self.only_weights
 
     def _bias_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         """Return the readers of an int32 bias whose scales are not those of its layer, which QGemm takes them for."""
@@ -155,16 +166,6 @@ class _BarrierInserter:
         wanted = np.multiply(*(self._value(name).astype(np.float64) for name in scales))
         own = self._value(dequantize.input[1])
         return wanted.ndim < 2 and not np.allclose(own, wanted, rtol=1e-6, atol=0)  # blocks have no QGemm
-
-    def _rounds(self, layer: NodeProto) -> bool:
-        """Return True if a layer's input is quantized to other than the 8 bits to which MatMulNBits rounds it."""
-        maker = self.makers.get(layer.input[0])
-        while maker is not None and maker.op_type in _MOVES:
-            maker = self.makers.get(maker.input[0])
-        if maker is None or maker.op_type != "DequantizeLinear":
-            return False
-        quantize = self.makers.get(maker.input[0])
-        return quantize is not None and self.known.dtype(quantize) not in _EIGHT_BITS
 
     def _wrong_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         quantize = self.makers.get(dequantize.input[0])

@@ -13,11 +13,12 @@ from onnx_backend.dialects.zero_points import write_zero_points
 from onnx_backend.dialects.zero_products import drop_zero_products
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
+from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metadata, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
 from onnx_backend.qdq.dynamic import require_written
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
-from onnx_backend.qdq.fusion_barriers import insert_barriers, keep_off_codes
+from onnx_backend.qdq.fusion_barriers import OPTIONS_KEY, insert_barriers, keep_off_codes, needed_options
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
@@ -110,8 +111,10 @@ def lower(
     lowering.finish()
     round_entries(lowering)
     drop_zero_products(model)
+    alone = plan.only_weights() or bool(needed_options(model))
+    drop_properties(model, (OPTIONS_KEY,))
     if writing_of(dialect).for_onnxruntime:
-        insert_barriers(model, large)
+        insert_barriers(model, large, only_weights=alone)
         ranks = {site: len(d.shape) for site, d in plan.decisions.items() if d.shape is not None}
         _note_zero_points(lowering.rows, write_zero_points(model, ranks))
     if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):

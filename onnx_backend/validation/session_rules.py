@@ -8,15 +8,21 @@ from onnx_backend.proto.graph_queries import consumers, initializers
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.weightless import skeleton
-from onnx_backend.qdq.fusion_barriers import COPY_KEY, insert_barriers
+from onnx_backend.qdq.fusion_barriers import COPY_KEY, insert_barriers, needed_options
 from onnx_backend.validation.finding import Finding, warning
 from onnx_backend.validation.scope import is_quantizer
 
 
 def default_session(model: ModelProto) -> Iterator[Finding]:
-    """Yield a warning for each reader that export would separate from a quantized tensor by a barrier."""
-    if opset_of(model) < OPSET or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
+    """Yield a warning for each reader that export would separate from a quantized tensor by a barrier.
+
+    Files that note the options with which a session is right have one for these.
+    """
+    if opset_of(model) < OPSET or not any(is_quantizer(node) for node in model.graph.node):
         return  # the table was measured from this opset on
+    for key, value in needed_options(model).items():
+        problem = "ONNX Runtime's default level rounds the float input of layers with quantized weights to 8 bits"
+        yield warning("", "default_session", problem, f"open sessions with the configuration entry {key}={value}")
     light = _headers(model)
     before = {name for node in light.graph.node for name in node.output}
     insert_barriers(light)

@@ -10,7 +10,7 @@ from qsdk.core.numerics.dtypes import DType, int8, uint8
 from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.choices import ResolvedConfig
 from qsdk.core.planning.context import PlanningContext
-from qsdk.core.planning.plan import BY_CALIBRATION, Decision
+from qsdk.core.planning.plan import BY_CALIBRATION, OF_CACHE, Decision
 from qsdk.core.planning.ties import Classes, find_assemblies, find_caches, find_ties, keeps_grid
 
 #: ops whose values lie between fixed bounds, whatever the data
@@ -110,7 +110,7 @@ def _cached_decision(
         granularity = PerChannel(1 if scales == "head" else 3)
     symmetric = dtype.signed or dtype.kind == "minifloat" or choice.wanted.symmetric_activations
     spec = Spec(dtype, granularity, symmetric, scale_digits(choice.wanted.scale_bits, graph.tensors[tensor].dtype))
-    return replace(bare, spec=spec, reason="keys and values of the cache", rule=rule)
+    return replace(bare, spec=spec, reason=OF_CACHE, rule=rule)
 
 
 def _beside_cache(context: PlanningContext, bare: Decision, tensor: int, joined: int, rule: str) -> Decision:

@@ -8,6 +8,7 @@ from qsdk.core.numerics.spec import Kind, Spec
 
 #: the `rule` of a decision that follows from the ranges of a calibration (`qsdk.core.ranges.too_coarse`)
 BY_CALIBRATION = "the calibration"
+OF_CACHE = "keys and values of the cache"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class Plan:
     def calibrated_sites(self) -> list[str]:
         """Return the sites whose activation ranges must be observed."""
         return [d.site for d in self.decisions.values() if d.quantized and d.kind not in ("weight", "bias")]
+
+    def only_weights(self) -> bool:
+        """Return whether nothing that is computed is quantized, but for keys and values of a cache."""
+        computed = (d for d in self.decisions.values() if d.kind not in ("weight", "bias"))
+        owners = (self.decisions[d.encoding_site] for d in computed if d.quantized or d.dynamic)
+        return all(owner.reason == OF_CACHE for owner in owners)
 
 
 def casts_of(plan: Plan) -> dict[str, DType]:

@@ -12,10 +12,11 @@ from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.qdq.fusion_barriers import EXACT_MATMUL, needed_options
 from onnx_backend.qdq.insert import insert, lower
 from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.runtime.session import simulation_session
-from qsdk.core.config.config import QuantConfig, w4a16, w8a16, weight_only
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.dtypes import float32, int4, int8
 from qsdk.core.numerics.spec import PerBlock, PerTensor
@@ -93,6 +94,45 @@ def test_two_bit_weights_are_right_at_the_default_level(dtype: str, channels: in
     assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()  # int8 activations inside MatMulNBits
     assert optimized(model, tmp_path).count("MatMulNBits") == (2 if channels % 4 == 0 else 1)
     assert qsdk.quantize(model).encodings == encodings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        w8a8().override("relu", activation="float32"),
+        w8a16().override("relu", activation="float32"),
+        w8a8(block_size=32),  # a barrier stands between the activation and the layer
+        w4a8(block_size=32).override("relu", activation="float32"),
+    ],
+    ids=str,
+)
+def test_a_layer_beside_quantized_activations_keeps_its_float_input_at_the_default_level(config, tmp_path):
+    marked, _, plan, encodings = prepared(linears(64, 48), config.override("second", activation="float32"))
+    model, _ = insert(marked, plan, encodings)
+    x = np.random.default_rng(3).normal(size=(4, 64)).astype(np.float32)
+    (expected,) = simulation_session(model).run(None, {"x": x})
+    (got,) = run(model, {"x": x})
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+    assert "MatMulNBits" not in optimized(model, tmp_path)
+    assert needed_options(model) == {}
+
+
+def test_a_file_of_weights_alone_notes_the_option_also_when_it_is_opened_and_written_again(tmp_path):
+    sim = qsdk.quantize(linears(64, 48), None, weight_only("int8"))
+    qsdk.calibrate(sim, [np.ones((2, 64), np.float32)], progress=False)
+    for dialect in ("onnxruntime", "onnx"):
+        path = tmp_path / f"{dialect}.onnx"
+        first = qsdk.export(sim, path, dialect=dialect).summary.get("session_options", {})
+        again = qsdk.export(qsdk.quantize(path, None), tmp_path / "again.onnx").summary["session_options"]
+        assert again == dict([EXACT_MATMUL])
+        assert first == (again if dialect == "onnxruntime" else {})
+        warned = qsdk.validate(path).rows
+        assert {row["rule"] for row in warned} == {"default_session"}
+        assert dialect == "onnx" or f"{EXACT_MATMUL[0]}=0" in warned[0]["remedy"]
+        quantized = qsdk.quantize(path, None, w8a16())
+        qsdk.calibrate(quantized, [np.ones((2, 64), np.float32)], progress=False)
+        assert not qsdk.export(quantized, tmp_path / "again.onnx").summary.get("session_options")
+        assert qsdk.validate(tmp_path / "again.onnx").summary["warnings"] == 0
 
 
 @pytest.mark.parametrize("block", [None, 32])

@@ -5,8 +5,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.qdq.fusion_barriers import insert_barriers
-from onnx_backend.runtime.session_options import EXACT_MATMUL, needed_options
+from onnx_backend.qdq.fusion_barriers import EXACT_MATMUL, insert_barriers, needed_options
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
 
@@ -74,16 +73,29 @@ LEFT_ALONE = [
 @pytest.mark.parametrize("facts", FUSED, ids=str)
 def test_a_weight_only_matmul_is_exact_with_the_option_and_only_with_it(facts):
     built = model(**facts)
-    needed = needed_options(built, "onnxruntime")
+    before = len(built.graph.node)
+    assert needed_options(built) == {}
+    insert_barriers(built, only_weights=True)
+    needed = needed_options(built)
     assert needed == dict([EXACT_MATMUL])
+    assert len(built.graph.node) == before
     assert error(built, {}) > 1e-4
     assert error(built, needed) < 1e-5
-    assert needed_options(built, "onnx") == {}
+
+
+@pytest.mark.parametrize("facts", FUSED, ids=str)
+def test_a_float_input_beside_quantized_activations_needs_no_option(facts):
+    built = model(**facts)
+    insert_barriers(built)
+    assert needed_options(built) == {}
+    assert error(built, {}) < 1e-5
 
 
 @pytest.mark.parametrize("facts", LEFT_ALONE, ids=str)
 def test_what_the_runtime_leaves_alone_needs_no_option(facts):
     built = model(**facts)
-    insert_barriers(built)
-    assert needed_options(built, "onnxruntime") == {}
+    before = len(built.graph.node)
+    insert_barriers(built, only_weights=not facts.get("quantized"))
+    assert needed_options(built) == {}
     assert error(built, {}) < 1e-5
+    assert len(built.graph.node) == before + bool(facts.get("quantized"))
