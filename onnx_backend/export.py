@@ -346,4 +346,4 @@ def without_uncalibrated(plan: Plan, ready: Mapping[str, bool], uncalibrated: Li
         site: replace(decision, spec=None, reason="not calibrated") if site in missing else decision
         for site, decision in plan.decisions.items()
     }
-    return Plan(kept, plan.inside)
+    return replace(plan, decisions=kept)

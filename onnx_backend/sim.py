@@ -39,7 +39,7 @@ from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.own_lock import OwnLock
 from qsdk.core.planning.coverage import coverage_report
-from qsdk.core.planning.from_encodings import owned_encodings
+from qsdk.core.planning.from_encodings import owned_encodings, with_groups
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, single_process
@@ -127,7 +127,8 @@ class OnnxSim(StatefulSim):
         cls, marked: ModelProto, state: SimState, notes: Notes, opened: ModelProto | None = None
     ) -> "OnnxSim":
         """Return the sim of a marked model with the state, the notes and the opened Q/DQ model of an earlier sim."""
-        sim = cls(marked, read_graph(marked, modules=True), state.plan, state.config)
+        graph = read_graph(marked, modules=True)
+        sim = cls(marked, graph, with_groups(graph, state.plan, state.config), state.config)
         sim.notes, sim._norms = notes, dict(notes.norms)
         sim._own, sim._lowered = dict(state.own), opened
         return sim
@@ -282,7 +283,7 @@ class OnnxSim(StatefulSim):
         """Return a row for every tensor: quantized, tied to another, or float and why; and the changes on opening."""
         plan = self.plan
         if self.config is None:
-            plan = Plan(plan.decisions, (*plan.inside, *float_in_file(self.graph, plan)))
+            plan = replace(plan, inside=(*plan.inside, *float_in_file(self.graph, plan)))
         report = with_reasons(coverage_report(plan), self.bias_remarks())
         return Report(report.title, report.rows, {**report.summary, **self.notes.summary(), **self.providers.summary()})
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from onnx_backend.sim import OnnxSim
-from qsdk.core.planning.plan import Plan
 
 
 @contextmanager
@@ -20,7 +19,7 @@ def quantizing_only(sim: OnnxSim, sites: Collection[str]) -> Iterator[None]:
             for site, decision in state.plan.decisions.items()
         }
         try:
-            sim.restore(replace(state, plan=Plan(kept, state.plan.inside)))
+            sim.restore(replace(state, plan=replace(state.plan, decisions=kept)))
             yield
         finally:
             vars(sim).update(before)

@@ -170,7 +170,7 @@ def with_reasons_of_file(plan: Plan, notes: Notes) -> Plan:
     def with_reason(decision: Decision) -> Decision:
         return replace(decision, reason=reasons[decision.site]) if decision.site in reasons else decision
 
-    return Plan(plan.decisions, (*(with_reason(decision) for decision in plan.inside), *notes.inside))
+    return replace(plan, inside=(*(with_reason(decision) for decision in plan.inside), *notes.inside))
 
 
 def _reasons(model: ModelProto, graph: Graph) -> dict[str, str]:

@@ -37,7 +37,7 @@ def adopted_plan(graph: Graph, opened: UnpackedQdq) -> Plan:
     kept = [node for node in opened.model.graph.node if LITERAL_KEY in metadata(node)]
     reason = "int32 codes that no float32 stands for: they stay as the file has them"
     inside = (Decision(f"({node.output[0]})", node.op_type, "bias", None, reason) for node in kept)
-    return Plan(plan.decisions, tuple(inside))
+    return replace(plan, inside=tuple(inside))
 
 
 def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of
+from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, whole_blocks
 
 #: significant parts of a `QuantizationArgs`
 Arguments = dict[str, Any]
@@ -32,7 +32,8 @@ def weight_arguments(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> 
         if dtype.name == _FLOAT8:
             raise NoFieldError("blocks of float8 have no field; leave block_size out")
         if axis != 1 or shape[1] % granularity.size:
-            raise NoFieldError(f"blocks of {granularity.size} do not divide its {shape[1]} input channels")
+            sizes = whole_blocks([shape[1]], granularity.size)
+            raise NoFieldError(f"blocks of {granularity.size} do not divide its {shape[1]} input channels; {sizes}")
         return {**_number(dtype, encoding), "strategy": "group", "group_size": granularity.size}
     if axis not in (0, None):
         raise NoFieldError(f"scales along axis {axis} have no field; those of output channels (axis 0) have")

@@ -1,14 +1,16 @@
 """AIMET's quantsim configs: every key is translated to qsdk's config, or noted as without counterpart."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.core.config.rules import as_fixed_range
+from qsdk.core.config.rules import OF_TORCH, as_fixed_range
 from qsdk.core.encodings.aimet.document import Checked
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph.op_facts import LINEAR
+from qsdk.core.graph.op_facts import LINEAR, ONNX_OPS
 from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, float32, int32
 from qsdk.core.planning.hardware import GENERIC, HARDWARE
 from qsdk.core.planning.ties import PASS_THROUGH
@@ -23,6 +25,7 @@ _PASSES = {"LayerNormalization": "LayerNorm", "RMSNormalization": "RMSNorm", "Ma
 }
 _FLOAT_BIAS = ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization")
 _STATISTICS = ("running_mean", "running_var")
+_OP_TYPES = ONNX_OPS | OF_TORCH.keys() | {"ChannelShuffle"}  # AIMET's own configs have the last
 _BIAS = "AIMET gives them int32 when it exports: add .override(bias='int32') for that"
 _DEPTHWISE = ", of depthwise and three-dimensional convolutions too"
 _MADE = "a tensor is quantized where it is made, not where it is read"
@@ -86,6 +89,7 @@ def from_aimet(data: Mapping[str, Any], where: str, base: QuantConfig | None, *,
     for name, param in reading.data.part("params").parts():
         _param(reading, param, name, None)
     for op_type, part in reading.data.part("op_type").parts():
+        _note_if_unknown(reading, part, [op_type])
         _op_type(reading, part, op_type)
     _supergroups(reading)
     _edges(reading)
@@ -198,6 +202,22 @@ def _weight(config: QuantConfig) -> DType:
     return config.weight
 
 
+def _note_if_unknown(reading: _ConfigReader, part: Checked, op_types: Iterable[str]) -> None:
+    """Note the op types that ONNX does not have, and warn of those that look misspelt; ops of one's own may have them.
+
+    The key itself is taken over, since it does reach such ops.
+    """
+    for op_type in op_types:
+        if op_type in _OP_TYPES:
+            continue
+        near = get_close_matches(op_type, _OP_TYPES, n=1)
+        remedy = f"; did you mean {near[0]!r}?" if near else ""
+        note = f"ONNX has no op type {op_type!r}, so it reaches nothing but custom ops of that name{remedy}"
+        reading.note(part, NONE, note)
+        if near:
+            warnings.warn(f"{part.where}: {note}", stacklevel=4)
+
+
 def _op_type(reading: _ConfigReader, part: Checked, op_type: str) -> None:
     part.require(
         *("is_input_quantized", "is_output_quantized", "is_symmetric", "params", "supported_kernels"),
@@ -296,6 +316,7 @@ def _supergroups(reading: _ConfigReader) -> None:
         if len(chain) < 2:
             raise ConfigError(f"{entry.where} needs two op types or more; it has {len(chain)}")
         names.append("+".join(chain))
+        _note_if_unknown(reading, entry, chain)
         reading.note(entry, TAKEN, f"supergroup {names[-1]}{_DEPTHWISE if chain[0] == 'Conv' else ''}")
     for entry in reading.data.part("supergroup_pass_list").items():
         known = _PASSES.get(entry.text())

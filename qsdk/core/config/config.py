@@ -83,7 +83,8 @@ class QuantConfig:
             all that qsdk knows.
         hardware: name of the chip whose placement rules are applied as well, such as `v73`; None for none.
         only_linear: quantizes the weights of linear layers and what these layers read, and nothing else, as servers of
-            language models compute. A table that an embedding shares with a linear layer stays float too.
+            language models compute, which read whole blocks alone. A table that an embedding shares with a linear layer
+            stays float too.
         rules: in order.
         layers: class name -> the parameters of it that are read through quantizers.
         patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.

@@ -21,7 +21,7 @@ TENSOR_DTYPES: tuple[str, ...] = get_args(TensorDType)
 
 
 #: class of PyTorch -> the ONNX types of the ops that it becomes
-_OF_TORCH: Mapping[str, tuple[str, ...]] = {
+OF_TORCH: Mapping[str, tuple[str, ...]] = {
     "Linear": ("Gemm", "MatMul"),
     **{f"Conv{n}d": ("Conv",) for n in (1, 2, 3)},
     **{f"ConvTranspose{n}d": ("ConvTranspose",) for n in (1, 2, 3)},
@@ -141,7 +141,7 @@ class Rule:
         """Return whether the rule applies to one of the op types."""
         if self.op_type is None:
             return True
-        wanted = [name for given in self.op_type for name in (given, *_OF_TORCH.get(given, ()))]
+        wanted = [name for given in self.op_type for name in (given, *OF_TORCH.get(given, ()))]
         return any(fnmatchcase(result, name) for result in op_types for name in wanted)
 
     def replaces(self, earlier: "Rule") -> bool:

@@ -6,10 +6,9 @@ from typing import Any
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
-from qsdk.core.layers.activation import Activation, activation_of
+from qsdk.core.layers.activation import activation_of
 from qsdk.core.layers.layer_problem import PatchGeometry, WeightLayout
 from qsdk.core.layers.layer_walk import Layer
-from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
@@ -52,8 +51,6 @@ def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[lis
         The layers in the order of the graph, and why each other weight site is none.
     """
     readers = _readers(graph)
-    groups = match_supergroups(graph).groups
-    activations = {op: activation_of(graph, graph.ops[group.ops[-1]]) for op, group in groups.items()}
     ties = {d.tied_to: d.site for d in plan.decisions.values() if d.tied_to is not None and d.kind == "weight"}
     result, left = [], {}
     for site, decision in plan.decisions.items():
@@ -65,7 +62,7 @@ def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[lis
             reading = [] if root is None else readers.get(root, [])
             if root is None or not reading:
                 raise _NoLayerError("no op of the traced graph reads it")
-            result.append(_layer(graph, decision, root, reading, activations))
+            result.append(_layer(graph, plan, decision, root, reading))
         except _NoLayerError as reason:
             left[site] = str(reason)
     # of a recurrent op, the weight of its input comes before that of its states
@@ -98,13 +95,7 @@ def _readers(graph: Graph) -> dict[int, list[tuple[int, int]]]:
     return result
 
 
-def _layer(
-    graph: Graph,
-    decision: Decision,
-    root: int,
-    reading: list[tuple[int, int]],
-    activations: Mapping[int, Activation | None],
-) -> GraphLayer:
+def _layer(graph: Graph, plan: Plan, decision: Decision, root: int, reading: list[tuple[int, int]]) -> GraphLayer:
     ops = [graph.ops[index] for index, _ in reading]
     other = next((op for op in ops if op.type not in _MULTIPLIES), None)
     if other is not None and len(ops) == 1:
@@ -123,7 +114,8 @@ def _layer(
     assert spec is not None
     linear = graph.ops[index].type not in (*RECURRENT, "Gather")
     bias = _bias(graph, index, root) if once and linear else ""
-    activation = activations.get(index) if once and linear else None
+    last = _activation_behind(graph, plan, index) if once and linear else None
+    activation = None if last is None else activation_of(graph, graph.ops[last])
     layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation, graph.tensors[root].dtype)
     return GraphLayer(
         layer,
@@ -131,6 +123,14 @@ def _layer(
         tuple(tensor for tensor in data if tensor is not None),
         tuple(tensor for tensor in seen if tensor is not None),
     )
+
+
+def _activation_behind(graph: Graph, plan: Plan, index: int) -> int | None:
+    """Return the op that is quantized as one with a layer, and reads nothing but its result with the bias."""
+    group, following = plan.groups.get(index), graph.sole_consumer(graph.ops[index].outputs[0])
+    if following is not None and bias_of_add(graph, following) is not None:
+        following = graph.sole_consumer(graph.ops[following].outputs[0])
+    return following if group is not None and following in group.ops else None
 
 
 def _layout(graph: Graph, root: int, index: int, position: int) -> WeightLayout:

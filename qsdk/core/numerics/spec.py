@@ -1,6 +1,8 @@
 """Specs: what is wanted at a site, before any data has been seen."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd, log
 from types import MappingProxyType
 from typing import Literal
 
@@ -50,6 +52,13 @@ def axis_of(granularity: Granularity) -> int | None:
 def block_size_of(granularity: Granularity) -> int | None:
     """Return the block size, or None where there are no blocks."""
     return granularity.size if isinstance(granularity, PerBlock) else None
+
+
+def whole_blocks(lengths: Iterable[int], near: int) -> str:
+    """Return in words which lengths of blocks divide axes of all these lengths, those nearest to one first."""
+    common = gcd(*lengths)
+    sizes = sorted((n for n in range(2, common + 1) if common % n == 0), key=lambda n: abs(log(n / near)))
+    return f"{', '.join(map(str, sizes[:6]))} do" if sizes else "no length divides them all"
 
 
 @dataclass(frozen=True)

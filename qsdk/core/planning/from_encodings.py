@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.block_scales import scale_dtype_of
 from qsdk.core.numerics.dtypes import DType, uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.patterns.find import match_supergroups
+from qsdk.core.patterns.supergroup import Supergroup
+from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
@@ -39,13 +43,13 @@ def plan_as_given(
         missing: why the other sites stay float.
         dynamic: sites whose range is found while the model runs.
     """
-    by_structure = kinds_of(graph)
+    by_structure, readers = kinds_of(graph), _types_of_readers(graph)
     biases = {site: parts for site, parts in bias_parts(graph).items() if _is_product(site, parts, encodings)}
     result, as_given = {}, _reasons(graph)
     for site, tensor in graph.sites.items():
         facts = graph.tensors[tensor]
         maker = graph.producer.get(tensor)
-        op_type = graph.ops[maker].type if maker is not None else "Stored" if facts.constant else "Input"
+        made_by = readers.get(tensor, "Input") if maker is None else graph.ops[maker].type
         spec = spec_of(encodings[site]) if site in encodings else Spec(casts[site]) if site in casts else None
         if site in dynamic:
             spec = Spec(uint8, symmetric=False, dynamic=True)
@@ -55,10 +59,37 @@ def plan_as_given(
         kind = (kinds or {}).get(site) or by_structure[site]
         bias_of, tensor_type = biases.get(site), facts.dtype
         result[site] = Decision(
-            site, op_type, kind, spec, reason, rule, bias_of=bias_of, shape=facts.shape, tensor_type=tensor_type
+            site, made_by, kind, spec, reason, rule, bias_of=bias_of, shape=facts.shape, tensor_type=tensor_type
         )
     _tie_what_passes_through(graph, result, encodings)
-    return Plan(result)
+    return with_groups(graph, Plan(result))
+
+
+def with_groups(graph: Graph, plan: Plan, config: QuantConfig | None = None) -> Plan:
+    """Return the plan with the supergroups of its config, or of a plan without one, those that it leaves whole."""
+    groups = match_supergroups(graph).groups if config is None else PlanningContext(graph, config).groups
+    return replace(plan, groups=_unbroken(graph, groups, plan.decisions))
+
+
+def _unbroken(
+    graph: Graph, groups: Mapping[int, Supergroup], decisions: Mapping[str, Decision]
+) -> dict[int, Supergroup]:
+    """Return the supergroups inside of which no site has an encoding."""
+
+    def is_whole(group: Supergroup) -> bool:
+        inner = [graph.tensors[t].site for member in group.ops[:-1] for t in graph.ops[member].outputs]
+        return all(site not in decisions or decisions[site].spec is None for site in inner if site is not None)
+
+    return {op: group for op, group in groups.items() if is_whole(group)}
+
+
+def _types_of_readers(graph: Graph) -> dict[int, str]:
+    """Return the type of the op that reads each stored tensor, behind what only turns it round."""
+    result = {t: "Constant" for t, facts in enumerate(graph.tensors) if facts.constant}
+    result |= {t: graph.ops[readers[0]].type for t in result if (readers := graph.consumers[t])}
+    for index in reversed(range(len(graph.ops))):
+        result |= {operand.root: graph.ops[index].type for operand in operands_of(graph, index)}
+    return result
 
 
 def _reasons(graph: Graph) -> dict[str, str]:
@@ -141,7 +172,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
         result[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)
     _tie_what_passes_through(graph, result, encodings)
     _plan_biases(graph, result, encodings)
-    return Plan(result, plan.inside)
+    return replace(plan, decisions=result, groups=_unbroken(graph, plan.groups, result))
 
 
 def owned_encodings(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:

@@ -9,11 +9,13 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Place, Rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import BlockFormat, DType
+from qsdk.core.numerics.spec import float_spec
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.islands.find import with_islands
-from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.stored import plan_stored
 from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
 
@@ -34,12 +36,15 @@ def make_plan(
         coarse: site -> why a calibration has left it float.
 
     Raises:
-        ConfigError: a rule matches nothing.
+        ConfigError: a rule matches nothing, or nothing that it matches can have its dtypes.
     """
     context = PlanningContext(graph, config, coarse or {})
     _require_matches(context, tuple(extra_owners))
-    activations = constrain_matmuls(context, plan_activations(context))
-    stored = constrain_norms(context, activations, plan_stored(context, activations))
+    wanted = plan_activations(context)
+    activations = constrain_matmuls(context, wanted)
+    stored = plan_stored(context, activations)
+    _require_dtypes(context, [*wanted.values(), *stored.values()])
+    stored = constrain_norms(context, activations, stored)
     by_tensor = with_islands(graph, context.groups, {**activations, **stored})
     decisions, inside = {}, []
     for tensor in sorted(by_tensor):
@@ -48,7 +53,7 @@ def make_plan(
             inside.append(by_tensor[tensor])
         else:
             decisions[site] = by_tensor[tensor]
-    return Plan(decisions, tuple(inside))
+    return Plan(decisions, tuple(inside), context.groups)
 
 
 def _require_matches(context: PlanningContext, extra_owners: tuple[str, ...]) -> None:
@@ -102,6 +107,57 @@ def _require_effect(context: PlanningContext, index: int) -> None:
     near = nearest_owners(rule.pattern.partition(":")[0], holders) or holders[:3]
     others = f"owners that have one are: {', '.join(near)}" if near else "nothing in the model has one"
     raise ConfigError(f"the rule {rule} reaches nothing: what matches {what}; {others}{remedy}")
+
+
+def _require_dtypes(context: PlanningContext, decisions: Iterable[Decision]) -> None:
+    """Raise an error for a rule that leaves all that it decides at other dtypes: a divisor that stays float.
+
+    A rule of which another one, or a calibration, decides some part is let be; what a chip needs instead comes later.
+    """
+    rules, matcher = context.config.rules, context.resolver.matcher
+    judged = {
+        index: rule for index, rule in enumerate(rules) if rule.is_specific and not (rule.optional or rule.accepted)
+    }
+    by_site = {decision.site: decision for decision in decisions}
+    matched: dict[int, dict[str, Decision]] = {index: {} for index in judged}
+    for place in context.places() if judged else ():
+        known = {site: by_site[site] for site in place.sites if site in by_site}
+        for index in matched.keys() & set(matcher.matching(place)):
+            matched[index] |= known
+    for index, rule in judged.items():
+        found = list(matched[index].values())
+        refused = without_effect(rule, found) if {d.rule for d in found} <= {"default", str(rule)} else None
+        if refused is not None:
+            raise ConfigError(f"the rule {rule} has no effect: {stays(refused)}; leave the rule out")
+
+
+def without_effect(rule: Rule, decisions: Iterable[Decision]) -> Decision | None:
+    """Return the first of the decisions that should have one of a rule's dtypes, if none of them has it."""
+    wanted = [(decision, dtype) for decision in decisions if (dtype := _wanted(rule, decision)) is not None]
+    return None if any(_has(*pair) for pair in wanted) else next((decision for decision, _ in wanted), None)
+
+
+def stays(decision: Decision) -> str:
+    """Return in words at which dtype a site stays, and why."""
+    dtype = decision.tensor_type if decision.spec is None else decision.spec.dtype
+    return f"{decision.site} stays {dtype}: {decision.reason}"
+
+
+def _wanted(rule: Rule, decision: Decision) -> DType | None:
+    """Return the dtype that a rule chooses for a site."""
+    chosen = {"weight": rule.weight, "bias": rule.bias, "input": rule.input, "output": rule.output}.get(decision.kind)
+    if chosen is None and decision.kind not in ("weight", "bias"):
+        chosen = rule.activation
+    return chosen.dtype if isinstance(chosen, BlockFormat) else chosen
+
+
+def _has(decision: Decision, wanted: DType) -> bool:
+    """Return whether a site has a dtype, or, where a range found while the model runs decides on it, any."""
+    if wanted.kind == "float":
+        return decision.spec == float_spec(wanted, decision.tensor_type)
+    return (
+        decision.dynamic or decision.tied_dynamically or (decision.spec is not None and decision.spec.dtype == wanted)
+    )
 
 
 def _unmet_condition(rule: Rule, places: list[Place]) -> str:

@@ -1,10 +1,11 @@
 """Plans: the decision for every tensor, and the reason. Plain frozen data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.spec import Kind, Spec
+from qsdk.core.patterns.supergroup import Supergroup
 
 #: the `rule` of a decision that follows from the ranges of a calibration (`qsdk.core.ranges.too_coarse`)
 BY_CALIBRATION = "the calibration"
@@ -73,10 +74,17 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for each site, in graph order; `inside` holds those for tensors without a site."""
+    """The decision for each site, in graph order.
+
+    Attributes:
+        decisions: by site.
+        inside: those for tensors without a site.
+        groups: op of the graph -> the supergroup that it is quantized in. Not saved: it follows from graph and config.
+    """
 
     decisions: Mapping[str, Decision]
     inside: tuple[Decision, ...] = ()
+    groups: Mapping[int, Supergroup] = field(default_factory=dict, compare=False, repr=False)
 
     def calibrated_sites(self) -> list[str]:
         """Return the sites whose activation ranges must be observed."""

@@ -1,10 +1,11 @@
 """Planning of stored tensors: weights, biases and the constants that stay float."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Shape
+from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Tensor
 from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
 from qsdk.core.numerics.spec import (
@@ -17,11 +18,13 @@ from qsdk.core.numerics.spec import (
     Spec,
     float_spec,
     scale_digits,
+    whole_blocks,
 )
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.operands import StoredOperand, is_scalar
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import PASS_THROUGH
+from qsdk.core.site import owner_of
 
 _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "scale_bits")
 
@@ -32,6 +35,9 @@ def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -
     Args:
         context: graph and config.
         activations: decided before, since a bias depends on its input.
+
+    Raises:
+        ConfigError: blocks that do not divide a layer's input channels, in a config for linear layers alone.
     """
     result: dict[int, Decision] = {}
     several_axes = _read_along_several_axes(context)
@@ -43,7 +49,31 @@ def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -
                 result[operand.root] = _stored(context, index, read, activations, result)
             _alias(context, operand, result)
     _explain_rest(context, activations, result)
+    if context.config.only_linear:
+        _require_whole_blocks(result.values())
     return result
+
+
+def _require_whole_blocks(decisions: Iterable[Decision]) -> None:
+    """Refuse blocks that do not divide the input channels of a linear layer: servers of language models read no others.
+
+    Raises:
+        ConfigError: names the layers, and the sizes that divide.
+    """
+    blocks = [(d, d.spec.granularity) for d in decisions if d.spec and isinstance(d.spec.granularity, PerBlock)]
+    lengths = {d.site: (d.shape[by.axis], by.size) for d, by in blocks if d.shape is not None}
+    known = {site: (length, size) for site, (length, size) in lengths.items() if isinstance(length, int)}
+    wrong = {site: (length, size) for site, (length, size) in known.items() if length % size}
+    if not wrong:
+        return
+    site, (length, size) = next(iter(wrong.items()))
+    more = f" (and of {len(wrong) - 1} others)" if len(wrong) > 1 else ""
+    raise ConfigError(
+        f"blocks of {size} do not divide the {length} input channels of {site}{more}, and a config for linear layers "
+        f"alone (compressed-tensors) needs that; {whole_blocks([length], size)}: "
+        f".override({owner_of(site)!r}, block_size=...); of all its layers with blocks, "
+        f"{whole_blocks([length for length, _ in known.values()], size)}"
+    )
 
 
 def _read_along_several_axes(context: PlanningContext) -> frozenset[int]:

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.config.rules import with_rule
+from qsdk.core.config.rules import Rule, with_rule
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.bias import with_room_for
-from qsdk.core.numerics.dtypes import BlockFormat, DType, WeightType, dtype_named, weight_type_named
+from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, weight_type_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor
-from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.make_plan import make_plan, stays, without_effect
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.ranges.estimators import estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
@@ -240,8 +240,7 @@ def precision_report(before: SimState, after: SimState, match: str, chosen: Chos
     Raises:
         ConfigError: no matching site has the dtype that was asked for, and why.
     """
-    rule = str(require_config(after.config).rules[-1])
-    _require_effect(before.plan, after.plan, match, chosen, rule)
+    _require_effect(before.plan, after.plan, match, chosen, require_config(after.config).rules[-1])
     rows = []
     for site, new in after.plan.decisions.items():
         old = before.plan.decisions[site]
@@ -255,17 +254,15 @@ def precision_report(before: SimState, after: SimState, match: str, chosen: Chos
     return Report("Precision", rows, {"match": match, "changed": len(rows), "uncalibrated": uncalibrated})
 
 
-def _require_effect(before: Plan, after: Plan, match: str, chosen: ChosenDtypes, rule: str) -> None:
+def _require_effect(before: Plan, after: Plan, match: str, chosen: ChosenDtypes, rule: Rule) -> None:
     matched = matched_sites(after, match)
-    affected = [d for site, d in after.decisions.items() if d.rule == rule or d != before.decisions[site]]
-    if any(_dtype_of(d) == _element(chosen.get(_option_name(d))) for d in (*matched, *affected)):
-        return
+    affected = [d for site, d in after.decisions.items() if d.rule == str(rule) or d != before.decisions[site]]
+    refused = without_effect(rule, [*matched, *affected])
     wanted = ", ".join(f"{name}={dtype}" for name, dtype in chosen.items())
-    refused = next((d for d in matched if _option_name(d) in chosen), None)
     if refused is not None:
-        raise ConfigError(
-            f"set_precision({match!r}, {wanted}): {refused.site} stays {_dtype_of(refused)}: {refused.reason}"
-        )
+        raise ConfigError(f"set_precision({match!r}, {wanted}): {stays(refused)}")
+    if any(_option_name(d) in chosen for d in (*matched, *affected)):
+        return
     kinds = sorted({_option_name(d) for d in matched})
     having = [owner_of(d.site) for d in after.decisions.values() if _option_name(d) in chosen]
     near = ", ".join(nearest_owners(match, having) or list(dict.fromkeys(having))[:3])
@@ -273,10 +270,6 @@ def _require_effect(before: Plan, after: Plan, match: str, chosen: ChosenDtypes,
         f"set_precision({match!r}, {wanted}) reaches nothing: what matches has only "
         f"{' and '.join(kinds) or 'no sites'}; owners that have one are: {near}"
     )
-
-
-def _element(chosen: WeightType | None) -> DType | None:
-    return chosen.dtype if isinstance(chosen, BlockFormat) else chosen
 
 
 def _dtype_of(decision: Decision) -> DType:

@@ -18,7 +18,6 @@ from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
-from qsdk.core.planning.plan import Plan
 from qsdk.core.precision.advice import decibels
 from qsdk.core.precision.sensitivity import layers_of
 from qsdk.core.report import Report
@@ -157,7 +156,7 @@ def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
     # ops that only move values add no noise: the plan of the file ties their results to their inputs
     given = plan_as_given(sim.graph, encodings, {}, kinds=kinds).decisions
     decisions = {site: given[site] if site in encodings else d for site, d in state.plan.decisions.items()}
-    plan = Plan(decisions, state.plan.inside)
+    plan = replace(state.plan, decisions=decisions)
     sim.restore(replace(state, plan=plan, own=owned_encodings(plan, encodings)))
     return sim
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx.defs import get_all_schemas_with_history
 from plans import inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
 
@@ -16,6 +17,7 @@ from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import ONNX_OPS
 from qsdk.core.numerics.dtypes import DTYPES, float16, float32, int4, int8, int32, uint8
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
@@ -340,3 +342,22 @@ def test_a_config_for_16_bit_activations_keeps_their_dtype():
     assert load_config("htp_v73", base=w8a16()).activation == DTYPES["uint16"]
     assert load_config("htp_v73", base=w8a8()).hardware == "v73"
     assert load_config("default").hardware == "aimet"
+
+
+def test_an_op_type_that_onnx_does_not_have_is_noted_and_warned_of_where_it_looks_misspelt():
+    off = {"is_output_quantized": "False"}
+    data = file(op_type={"MatMul": off, "MatMull": off, "Zzz": off}, supergroups=[{"op_list": ["Conv", "Rellu"]}])
+    with pytest.warns(UserWarning, match="ONNX has no op type") as seen:
+        config = load_config(data)
+    so = "so it reaches nothing but custom ops of that name"
+    assert [str(w.message) for w in seen] == [
+        f"config: op_type.MatMull: ONNX has no op type 'MatMull', {so}; did you mean 'MatMul'?",
+        f"config: supergroups[0]: ONNX has no op type 'Rellu', {so}; did you mean 'Relu'?",
+    ]
+    found = [(row["key"], row["state"]) for row in config.notes.rows if row["note"].startswith("ONNX has no op type")]
+    keys = ("op_type.MatMull", "op_type.Zzz", "supergroups[0]")
+    assert found == [(key, "no counterpart") for key in keys]
+
+
+def test_every_op_type_of_the_standard_is_known():
+    assert {schema.name for schema in get_all_schemas_with_history() if schema.domain in ("", "ai.onnx")} == ONNX_OPS

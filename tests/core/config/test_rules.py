@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from plans import embedding, inside, site, small_network, spec_of
@@ -9,7 +10,7 @@ from strategies import GraphBuilder
 from torch import nn
 from torch_models import sim_of
 
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.config.rules import Place, RuleMatcher, make_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
@@ -316,6 +317,39 @@ def test_a_rule_that_matches_nothing_is_refused(options, message: str):
     with pytest.raises(ConfigError, match=message):
         make_plan(small_network(), w8a8().override(**options, weight="int4"))
     assert weights(w8a8().override(**options, weight="int4", optional=True)) == ["int8"] * 3
+
+
+def guarded() -> Graph:
+    """x / sqrt(Relu(x) + 1), with the root as an output: no grid serves a divisor."""
+    b = GraphBuilder()
+    x = b.input()
+    raised = b.op("Add", [b.relu(x, "relu"), b.stored(None, (), value=np.ones(()))], "add:output")
+    root = b.op("Sqrt", [raised], "sqrt:output")
+    return b.graph(b.op("Div", [x, root], "div:output"), root)
+
+
+def test_a_rule_whose_dtypes_no_site_takes_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"the rule 'sqrt' .* has no effect: sqrt:output stays float32: a divisor"):
+        make_plan(guarded(), w8a8().override("sqrt", activation="uint8"))
+    with pytest.raises(
+        ConfigError, match="has no effect: fc:bias stays float32: its input is not an integer of 8 bits"
+    ):
+        make_plan(small_network(), w8a16().override("fc", bias="int32"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        w8a8().override("sqrt", activation="uint8", optional=True),
+        w8a8().skip("sqrt"),
+        w8a8().skip("sqrt", float16),
+        w8a8().override("*", activation="uint8"),
+        w8a8().override("???t", activation="uint16").override("sqrt", activation="float32"),
+        w8a8().override("[rs]*", activation="uint16"),
+    ],
+)
+def test_a_rule_that_some_site_follows_or_a_later_rule_replaces_is_none_of_those(config: QuantConfig):
+    assert make_plan(guarded(), config)
 
 
 def test_a_tensor_dtype_that_no_tensor_has():

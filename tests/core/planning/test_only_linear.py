@@ -61,3 +61,12 @@ def test_a_table_that_an_embedding_shares_stays_float():
     sim = qsdk.quantize(Tied(), torch.arange(8)[None], qsdk.w8a8().for_dialect("compressed-tensors"))
     assert sim.plan.decisions["table:weight"].reason.startswith("no weight of a linear layer alone")
     assert sim.plan.decisions["mul.0:output"].reason.startswith("no quantized linear layer reads it")
+
+
+def test_blocks_that_do_not_divide_are_refused_before_any_data_is_seen():
+    network, x = nn.Sequential(nn.Linear(80, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(1, 80)
+    message = r"blocks of 32 do not divide the 80 input channels of 0:weight, .* 40, 20, 16, .*override\('0'.* 16, 8, 4"
+    with pytest.raises(qsdk.ConfigError, match=message):
+        qsdk.quantize(network, x, qsdk.weight_only("int4", block_size=32).for_dialect("compressed-tensors"))
+    config = qsdk.weight_only("int4", block_size=32).for_dialect("compressed-tensors").override("0", block_size=40)
+    assert qsdk.quantize(network, x, config).plan.decisions["0:weight"].quantized

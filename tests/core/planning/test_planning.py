@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from plans import embedding, inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
@@ -11,10 +12,15 @@ from strategies import GraphBuilder
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.activation import Activation
+from qsdk.core.layers.graph_layers import graph_layers
 from qsdk.core.numerics.dtypes import DTYPES, float16, int8, int32, uint8, uint16
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
+from qsdk.core.patterns.find import Pattern, op, stored
+from qsdk.core.planning.from_encodings import plan_as_given, plan_with_given
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import Decision, Plan
 
 # what the reference does
 
@@ -419,3 +425,55 @@ def test_skipping_an_activation_leaves_the_weights_of_its_supergroup_quantized()
     states = {site: decision.state for site, decision in plan.decisions.items()}
     assert states["conv1:weight"] == "quantized"
     assert states["relu:output"] == "float"
+
+
+# the plan's own supergroups, for all that works on a planned graph
+
+
+def sine_then_relu() -> Graph:
+    b = GraphBuilder()
+    return b.graph(b.op("Relu", [b.op("Sin", [b.conv(b.input(), "conv1", site=False)])], "relu:output"))
+
+
+def activations_of_layers(graph: Graph, plan: Plan) -> dict[str, Activation | None]:
+    return {found.layer.site: found.layer.activation for found in graph_layers(graph, plan, ())[0]}
+
+
+def test_layers_are_solved_with_the_activation_that_the_plan_quantizes_with_them():
+    graph = small_network()
+    relu, alone = {"conv1:weight": Activation(low=0.0)}, {"conv1:weight": None}
+    for config, expected in (
+        (w8a8(), relu),
+        (replace(w8a8(), supergroup=False), alone),
+        (w8a8().override("relu", supergroup=False), alone),
+        (replace(w8a8(), supergroups=()), alone),
+        (replace(w8a8(), supergroups=("Conv+Relu",)), relu),
+        (w8a8().pattern(Pattern("Mine", op("Relu", op("Conv", "x", stored("w"), stored("b"))))), relu),
+    ):
+        found = activations_of_layers(graph, make_plan(graph, config))
+        assert found == expected | {"conv2:weight": None, "fc:weight": None}, config
+
+
+def test_an_activation_behind_other_ops_of_a_pattern_is_not_the_layers():
+    graph, mine = sine_then_relu(), Pattern("Mine", op("Relu", op("Sin", op("Conv", "x", stored("w")))))
+    plan = make_plan(graph, w8a8().pattern(mine))
+    assert plan.groups[0].name == "Mine"
+    assert activations_of_layers(graph, plan) == {"conv1:weight": None}
+
+
+def test_a_file_with_a_pair_inside_a_supergroup_does_not_have_that_group():
+    graph = small_network()
+    graph = replace(graph, tensors=[replace(t, site=t.site or f"{t.name}:inner") for t in graph.tensors])
+    given = Encoding(uint8, np.float32([0.1]), np.int32([0]))
+    inner, outer = (graph.tensors[graph.ops[op].outputs[0]].site or "" for op in (0, 1))
+    whole, broken = (plan_as_given(graph, dict.fromkeys(sites, given), {}) for sites in ([outer], [inner, outer]))
+    assert (0 in whole.groups, 0 in broken.groups) == (True, False)
+    assert 0 not in plan_with_given(graph, make_plan(graph, w8a8()), {inner: given}, {}).groups
+
+
+@pytest.mark.parametrize("network", [small_network, matmul_network, embedding])
+def test_a_plan_of_given_encodings_names_the_ops_that_read_stored_tensors(network):
+    graph = network()
+    planned, given = make_plan(graph, w8a8()), plan_as_given(graph, {}, {})
+    assert planned.decisions
+    assert all(given.decisions[site].op_type == decision.op_type for site, decision in planned.decisions.items())

@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from islands import BATCHES, DOORS, Islands, batches, everything, loaded, outputs, sim_at
-from onnx import helper
+from onnx import TensorProto, helper
 from qdq_models import convnet, make_model, weights
 from torch import Tensor, nn
 from torch_models import (
@@ -229,6 +230,18 @@ def test_every_kind_of_onnx_model_comes_back(name, tmp_path):
     assert {(d.site, d.reason) for d in back.plan.inside} == {(d.site, d.reason) for d in direct.inside}
     assert back.coverage().to_dict() == sim.coverage().to_dict()
     assert back.encodings == sim.encodings
+
+
+def test_the_supergroups_of_the_config_come_back(tmp_path):
+    w = helper.make_tensor("w", TensorProto.FLOAT, [2, 3, 1, 1], [0.5] * 6)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], name="conv"), helper.make_node("Relu", ["c"], ["y"], name="r")]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, n, 4, 4]) for name, n in (("x", 3), ("y", 2))]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", values[:1], values[1:], [w]), opset_imports=[helper.make_opsetid("", 21)]
+    )
+    for config, expected in ((w8a8(), ["Conv+Relu"]), (replace(w8a8(), supergroup=False), [])):
+        save(quantize(model, None, config), tmp_path / "sim.qsdk")
+        assert sorted({group.name for group in load(tmp_path / "sim.qsdk").plan.groups.values()}) == expected
 
 
 def test_an_opened_file_comes_back(tmp_path):

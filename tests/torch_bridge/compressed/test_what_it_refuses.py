@@ -81,7 +81,10 @@ class CalledTwice(nn.Module):
         (qsdk.weight_only("float8e5m2"), "a weight of float8e5m2 has no field"),
         (qsdk.weight_only("mxfp8"), "blocks of float8 have no field; leave block_size out"),
         (qsdk.weight_only("mxfp4"), "a weight of float4e2m1 has no field"),
-        (qsdk.weight_only("int4", block_size=24), "blocks of 24 do not divide its 64 input channels"),
+        (
+            qsdk.weight_only("int4", block_size=24),
+            "blocks of 24 do not divide its 64 input channels; 32, 16, 64, 8, 4, 2 do",
+        ),
         (
             QuantConfig(only_linear=True, activation="int16"),
             r"0:weight \(an activation of int16 has no field; int8 and",

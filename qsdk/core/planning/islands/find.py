@@ -15,7 +15,6 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.patterns.chains import is_chain
-from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
@@ -76,15 +75,14 @@ def with_given_islands(graph: Graph, plan: Plan) -> Plan:
     decisions = {graph.sites[site]: decision for site, decision in plan.decisions.items()}
     if not any(spec.dtype.name in _TYPES for decision in decisions.values() if (spec := decision.spec) is not None):
         return plan
-    groups = match_supergroups(graph).groups
     for op, held in enumerate(graph.ops):
-        dtype = _wanted(graph, groups, decisions, op)
+        dtype = _wanted(graph, plan.groups, decisions, op)
         for tensor in (held.inputs[at] for at in statistics_at(graph, op)) if dtype else ():
             if tensor is not None:
                 spec = Spec(dtype_named(dtype))
                 decisions[tensor] = Decision(f"({graph.tensors[tensor].name})", held.type, "weight", spec, "")
-    found = with_islands(graph, groups, decisions)
-    return Plan({site: found[graph.sites[site]] for site in plan.decisions}, plan.inside)
+    found = with_islands(graph, plan.groups, decisions)
+    return replace(plan, decisions={site: found[graph.sites[site]] for site in plan.decisions})
 
 
 def _units(graph: Graph, groups: Mapping[int, Supergroup], op: int) -> list[tuple[int, ...]]:
