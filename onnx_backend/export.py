@@ -27,6 +27,7 @@ from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import write_file, write_sharing
+from onnx_backend.qdq.code_tables import look_up_codes
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.fusion_barriers import needed_options
 from onnx_backend.qdq.insert import lower
@@ -172,6 +173,8 @@ def _form(
     """
     sizes = _fix_sizes(model, shapes, dialect, required=parts is not None or writing_of(dialect).fixed_sizes)
     narrow_islands(model, dialect)
+    if writing_of(dialect).for_onnxruntime:
+        look_up_codes(model)
     drop_properties(model, (CACHE_KEY, FILE_KEY))
     if integer_edges is not None:
         take_integer_cache(model, integer_edges)

@@ -51,7 +51,7 @@ class _Writer:
 
         Nothing unless the runtime computes the layer on codes as soon as both have zero points.
         """
-        if layer.op_type not in ("Gemm", "MatMul") or self.known.weight(layer.input[1]) != "uint8":
+        if layer.op_type not in ("Gemm", "MatMul") or self.known.weight(layer.input[1]) not in _EIGHT_BITS:
             return
         source, weight = (self.known.makers.get(name) for name in layer.input[:2])
         given = self._quantizer(source)
@@ -89,7 +89,7 @@ class _Writer:
         found = self.known.makers.get(source.input[0])
         if found is None or found.op_type != "QuantizeLinear" or not self._in_float32(found):
             return None
-        return found if self.known.dtype(found) == "uint8" else None
+        return found if self.known.dtype(found) in _EIGHT_BITS else None
 
     def _has_kernel(self, last: NodeProto) -> bool:
         """Return True unless the result of a layer is quantized to more or fewer than 8 bits."""

@@ -22,7 +22,7 @@ from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
-from onnx_backend.qdq.islands.narrow import widened
+from onnx_backend.qdq.islands.narrow import as_simulated
 from qsdk.core.errors import FileFormatError
 
 _RUNTIME = "com.microsoft"
@@ -49,7 +49,7 @@ def normalize_qdq(model: ModelProto) -> ModelProto:
         ModelError: it cannot be raised.
     """
     _require_pairs(model)
-    model = with_float_cache(widened(model))
+    model = with_float_cache(as_simulated(model))
     if not _is_foreign(model):
         return model
     require_known_opset(model)

@@ -9,7 +9,7 @@ from onnx_backend.export import ENCODINGS_KEY
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.frozen import digest, frozen_digests
-from onnx_backend.qdq.islands.narrow import widened
+from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, read_casts
 from qsdk.core.encodings.qsdk_format import StoredEncodings, loads
 from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
@@ -27,7 +27,7 @@ def stored_encodings(model: ModelProto) -> StoredEncodings:
     Raises:
         FileFormatError: a node or the embedded text cannot be read.
     """
-    model = widened(model)
+    model = as_simulated(model)
     casts = {site: dtype_named(name) for site, name in read_casts(model).items()}
     found = qdq_pairs(model)
     text = _embedded(model)

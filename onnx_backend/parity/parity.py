@@ -16,7 +16,7 @@ from onnx_backend.parity.teacher import RunOn, Teacher, raw_inputs
 from onnx_backend.passes.decided_sizes import constant_sites
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.islands.narrow import widened
+from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.qdq.read import FLOAT32, qdq_pairs
 from qsdk.core.errors import DataError
 from qsdk.core.numerics import affine
@@ -61,7 +61,7 @@ def check(
         FileFormatError: the model cannot be read or loaded.
         DataError: no batches, or one of nothing or with NaN.
     """
-    model = widened(load(model))
+    model = as_simulated(load(model))
     places = qdq_pairs(model)
     # what the sim computes there, the file stores; the sites behind are compared. A file cannot excuse any other site
     computed = {place.site for place in places if place.quantize is not None}

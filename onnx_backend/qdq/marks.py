@@ -24,7 +24,7 @@ from onnx_backend.qdq.dynamic import dynamic_pairs
 from onnx_backend.qdq.float_types import array_type
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.islands.entries import remove_entries
-from onnx_backend.qdq.islands.narrow import widened
+from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, qdq_pairs, type_of_cast
 from qsdk.core.graph.graph import Graph
@@ -93,7 +93,7 @@ def open_qdq(model: ModelProto) -> UnpackedQdq:
     Raises:
         FileFormatError: an encoding cannot be read; names the node.
     """
-    opened = load(widened(model))
+    opened = load(as_simulated(model))
     remove_kernel_casts(opened)
     remove_entries(opened)
     lift_constants(opened)

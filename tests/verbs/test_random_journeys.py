@@ -18,7 +18,7 @@ from random_networks import RandomNetwork, random_network
 from torch import Tensor
 from torch_models import seeded
 
-from onnx_backend.qdq.islands.narrow import widened
+from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
@@ -184,7 +184,7 @@ def require_file(sim: Sim, path: Path, data: list[Any]) -> None:
     back = quantize(path, None, None)
     assert back.encodings == sim.encodings
     # of islands in float16 as they are simulated: in a file as it stands, the runtime drops their roundings
-    assert same(back.run(feeds), simulation_session(widened(onnx.load(path))).run(None, feeds))
+    assert same(back.run(feeds), simulation_session(as_simulated(onnx.load(path))).run(None, feeds))
     export(back, path.with_name("again.onnx"))
     again = quantize(path.with_name("again.onnx"), None, None)
     assert again.encodings == sim.encodings

@@ -1,0 +1,152 @@
+"""Whole networks as users deploy them: time and accuracy of the exported file beside ONNX Runtime's own tool.
+
+One JSON line per network, batch size and number of threads; every file is opened in an ordinary `InferenceSession` at
+its default level. `stock` is the faster of `onnxruntime.quantization.quantize_static` (Q/DQ, per channel, min-max) on
+the same float file, with and without its own preprocessing; `ours` is the twenty lines of the README (`w8a8`,
+`min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`; `integer` is
+`to_integer(target="onnxruntime")` of ours. Times are ratios of the shortest of many interleaved runs to the float file's;
+`sqnr` is in dB to the float file, on data that calibration has not seen. `--batches 1 8 --threads 1 2` and names choose.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from deployed_networks import NETWORKS, Network, settled
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_static, shape_inference
+
+import qsdk
+
+ROUNDS = 40
+SECONDS = 6.0  # of timing a network, at most
+Feed = dict[str, np.ndarray]
+
+
+class Reader:
+    """The calibration data of the runtime's own tool."""
+
+    def __init__(self, feeds: list[Feed]) -> None:
+        self.left: Iterator[Feed] = iter(feeds)
+
+    def get_next(self) -> Feed | None:
+        """Gives the next batch."""
+        return next(self.left, None)
+
+
+def opened(path: Path, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def write_stock(source: Path, folder: Path, feeds: list[Feed]) -> dict[str, Path]:
+    """Write what the runtime's own tool makes of a float file, with and without its preprocessing."""
+    found = {}
+    for name in ("plain", "prepared"):
+        given, path = source, folder / f"stock_{name}.onnx"
+        try:
+            if name == "prepared":
+                given = folder / "prepared.onnx"
+                shape_inference.quant_pre_process(source, given, skip_symbolic_shape=True)
+            kinds = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+            quantize_static(given, path, Reader(feeds), quant_format=QuantFormat.QDQ, per_channel=True, **kinds)
+            opened(path, 1)
+            found[f"stock_{name}"] = path
+        except Exception as error:  # the tool raises whatever comes
+            print(f"stock {name}: {type(error).__name__} {str(error)[:100]}")
+    return found
+
+
+def try_to(act: Callable[[], Any], name: str) -> bool:
+    try:
+        act()
+    except qsdk.QsdkError as error:
+        print(f"{name}: {' '.join(str(error).split())[:160]}")
+        return False
+    return True
+
+
+def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tuple[dict[str, Path], Feed]:
+    """Write the float file and the quantized ones, and return them with data that calibration has not seen."""
+    torch.manual_seed(0)
+    batches = [network.batch(size, seed) for seed in range(5)]
+    model = settled(network.make(), batches[0])
+    paths = {"float": folder / "float.onnx"}
+    torch.onnx.export(model, batches[0], paths["float"], dynamo=True, opset_version=21, external_data=False, verbose=False)
+    names = [value.name for value in opened(paths["float"], 1).get_inputs()]
+    feeds = [dict(zip(names, (t.numpy() for t in batch), strict=True)) for batch in batches]
+    if "stock" in kinds:
+        paths |= write_stock(paths["float"], folder, feeds[:4])
+    for name, config in (("ours", qsdk.w8a8()), ("dialect", qsdk.w8a8().for_dialect("onnxruntime"))):
+        if name in kinds:
+            sim = qsdk.quantize(model, batches[0], config)
+            qsdk.calibrate(sim, batches[:4], progress=False)
+            qsdk.export(sim, folder / f"{name}.onnx")
+            paths[name] = folder / f"{name}.onnx"
+    if "integer" in kinds:
+        path, data = folder / "integer.onnx", [batches[0]]
+        options = {"target": "onnxruntime", "data": data, "progress": False}
+        if try_to(lambda: qsdk.to_integer(paths["ours"], path, **options), "to_integer"):
+            paths["integer"] = path
+    return paths, feeds[4]
+
+
+def sqnr(wanted: np.ndarray, given: np.ndarray) -> float:
+    noise = float(np.mean((wanted.astype(np.float64) - given) ** 2))
+    return round(10 * np.log10(float(np.mean(wanted.astype(np.float64) ** 2)) / max(noise, 1e-30)), 1)
+
+
+def measured(paths: dict[str, Path], feed: Feed, threads: int) -> dict[str, Any]:
+    """Return the ratios of the shortest times to the float file's, and the SQNR of each file's first output."""
+    runs = {name: opened(path, threads) for name, path in paths.items()}
+    given = {name: dict(zip((v.name for v in run.get_inputs()), feed.values(), strict=True)) for name, run in runs.items()}
+    results = {name: run.run(None, given[name])[0] for name, run in runs.items()}
+    clock = time.process_time if threads == 1 else time.perf_counter
+    least = dict.fromkeys(runs, float("inf"))
+    end, rounds = time.monotonic() + SECONDS, 0
+    while rounds < 5 or (rounds < ROUNDS and time.monotonic() < end):
+        rounds += 1
+        for name, run in runs.items():
+            run.run(None, given[name])  # warm caches
+            start = clock()
+            run.run(None, given[name])
+            least[name] = min(least[name], clock() - start)
+    found: dict[str, Any] = {"float_ms": round(1000 * least["float"], 2)}
+    found |= {name: round(taken / least["float"], 3) for name, taken in least.items() if name != "float"}
+    found["sqnr"] = {name: sqnr(results["float"], result) for name, result in results.items() if name != "float"}
+    stock = [found[name] for name in least if name.startswith("stock")]
+    found |= {"ours_over_stock": round(found["ours"] / min(stock), 3)} if stock and "ours" in found else {}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--kinds", nargs="+", default=["stock", "ours", "dialect", "integer"])
+    parser.add_argument("--keep", type=Path, help="a folder that keeps the files")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in chosen.names or NETWORKS:
+        for size in chosen.batches:
+            with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                folder = chosen.keep / f"{name.replace(' ', '_')}_{size}" if chosen.keep else Path(place)
+                folder.mkdir(parents=True, exist_ok=True)
+                paths, feed = written(NETWORKS[name], folder, size, chosen.kinds)
+                for threads in chosen.threads:
+                    row = {"benchmark": "deployed", "name": name, "kind": NETWORKS[name].kind, "batch": size}
+                    print(json.dumps({**row, "threads": threads, **measured(paths, feed, threads)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
