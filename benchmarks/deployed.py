@@ -26,6 +26,7 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_static, sh
 import qsdk
 
 ROUNDS = 40
+CALIBRATED = 4  # batches
 SECONDS = 6.0  # of timing a network, at most
 Feed = dict[str, np.ndarray]
 
@@ -74,21 +75,21 @@ def try_to(act: Callable[[], Any], name: str) -> bool:
     return True
 
 
-def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tuple[dict[str, Path], Feed]:
+def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tuple[dict[str, Path], list[Feed]]:
     """Write the float file and the quantized ones, and return them with data that calibration has not seen."""
     torch.manual_seed(0)
-    batches = [network.batch(size, seed) for seed in range(5)]
+    batches = [network.batch(size, seed) for seed in range(CALIBRATED + max(1, 16 // size))]
     model = settled(network.make(), batches[0])
     paths = {"float": folder / "float.onnx"}
     torch.onnx.export(model, batches[0], paths["float"], dynamo=True, opset_version=21, external_data=False, verbose=False)
     names = [value.name for value in opened(paths["float"], 1).get_inputs()]
     feeds = [dict(zip(names, (t.numpy() for t in batch), strict=True)) for batch in batches]
     if "stock" in kinds:
-        paths |= write_stock(paths["float"], folder, feeds[:4])
+        paths |= write_stock(paths["float"], folder, feeds[:CALIBRATED])
     for name, config in (("ours", qsdk.w8a8()), ("dialect", qsdk.w8a8().for_dialect("onnxruntime"))):
         if name in kinds:
             sim = qsdk.quantize(model, batches[0], config)
-            qsdk.calibrate(sim, batches[:4], progress=False)
+            qsdk.calibrate(sim, batches[:CALIBRATED], progress=False)
             qsdk.export(sim, folder / f"{name}.onnx")
             paths[name] = folder / f"{name}.onnx"
     if "integer" in kinds:
@@ -96,19 +97,24 @@ def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tupl
         options = {"target": "onnxruntime", "data": data, "progress": False}
         if try_to(lambda: qsdk.to_integer(paths["ours"], path, **options), "to_integer"):
             paths["integer"] = path
-    return paths, feeds[4]
+    return paths, feeds[CALIBRATED:]
 
 
-def sqnr(wanted: np.ndarray, given: np.ndarray) -> float:
-    noise = float(np.mean((wanted.astype(np.float64) - given) ** 2))
-    return round(10 * np.log10(float(np.mean(wanted.astype(np.float64) ** 2)) / max(noise, 1e-30)), 1)
+def results_of(session: ort.InferenceSession, feeds: list[Feed]) -> np.ndarray:
+    """Return the first output on some batches, in float64."""
+    names = [value.name for value in session.get_inputs()]
+    given = [dict(zip(names, feed.values(), strict=True)) for feed in feeds]
+    return np.stack([session.run(None, feed)[0].astype(np.float64) for feed in given])
 
 
-def measured(paths: dict[str, Path], feed: Feed, threads: int) -> dict[str, Any]:
+def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[str, Any]:
     """Return the ratios of the shortest times to the float file's, and the SQNR of each file's first output."""
     runs = {name: opened(path, threads) for name, path in paths.items()}
-    given = {name: dict(zip((v.name for v in run.get_inputs()), feed.values(), strict=True)) for name, run in runs.items()}
-    results = {name: run.run(None, given[name])[0] for name, run in runs.items()}
+    values = feeds[0].values()
+    given = {name: dict(zip((v.name for v in run.get_inputs()), values, strict=True)) for name, run in runs.items()}
+    results = {name: results_of(run, feeds) for name, run in runs.items()}
+    power = np.mean(results["float"] ** 2)
+    noise = {name: np.mean((result - results["float"]) ** 2) for name, result in results.items() if name != "float"}
     clock = time.process_time if threads == 1 else time.perf_counter
     least = dict.fromkeys(runs, float("inf"))
     end, rounds = time.monotonic() + SECONDS, 0
@@ -121,7 +127,7 @@ def measured(paths: dict[str, Path], feed: Feed, threads: int) -> dict[str, Any]
             least[name] = min(least[name], clock() - start)
     found: dict[str, Any] = {"float_ms": round(1000 * least["float"], 2)}
     found |= {name: round(taken / least["float"], 3) for name, taken in least.items() if name != "float"}
-    found["sqnr"] = {name: sqnr(results["float"], result) for name, result in results.items() if name != "float"}
+    found["sqnr"] = {name: round(float(10 * np.log10(power / value)), 1) for name, value in noise.items()}
     stock = [found[name] for name in least if name.startswith("stock")]
     found |= {"ours_over_stock": round(found["ours"] / min(stock), 3)} if stock and "ours" in found else {}
     return found
@@ -142,10 +148,10 @@ def main() -> None:
                 warnings.simplefilter("ignore")
                 folder = chosen.keep / f"{name.replace(' ', '_')}_{size}" if chosen.keep else Path(place)
                 folder.mkdir(parents=True, exist_ok=True)
-                paths, feed = written(NETWORKS[name], folder, size, chosen.kinds)
+                paths, feeds = written(NETWORKS[name], folder, size, chosen.kinds)
                 for threads in chosen.threads:
                     row = {"benchmark": "deployed", "name": name, "kind": NETWORKS[name].kind, "batch": size}
-                    print(json.dumps({**row, "threads": threads, **measured(paths, feed, threads)}), flush=True)
+                    print(json.dumps({**row, "threads": threads, **measured(paths, feeds, threads)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerT
 from qsdk.core.planning.choices import ResolvedConfig
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.plan import BY_CALIBRATION, OF_CACHE, Decision
-from qsdk.core.planning.ties import Classes, find_assemblies, find_caches, find_ties, keeps_grid
+from qsdk.core.planning.ties import Classes, find_assemblies, find_caches, find_mixed_signs, find_ties, keeps_grid
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(
@@ -232,7 +232,11 @@ def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | Non
 def _tie(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
     """Return the decisions with every member of a tie class pointing to the first site of the class."""
     loose = {t: _comparable(d.spec, d.tensor_type) for t, d in activations.items() if d.quantized and d.spec}
-    untied = {index for index in _movers(context) if _ties(context, index) is False}
+    ties = {index: _ties(context, index) for index in _movers(context)}
+    asymmetric = {t for t, spec in loose.items() if not spec.symmetric}
+    mixed = {index for index in find_mixed_signs(context.graph, FIXED_RANGES) if ties.get(index) is None}
+    untied = {index for index, wanted in ties.items() if wanted is False}
+    untied |= {index for index in mixed if asymmetric.issuperset(context.graph.ops[index].outputs)}
     classes = find_ties(context.graph, loose, untied | context.groups.keys())
     through = {tensor for tensor in loose if _passes_through(context, tensor, classes)}
     ranges: dict[int, set[tuple[float, float] | None]] = {}

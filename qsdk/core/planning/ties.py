@@ -117,6 +117,33 @@ def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Ma
     return result
 
 
+def find_mixed_signs(graph: Graph, bounds: Mapping[str, tuple[float, float]]) -> set[int]:
+    """Return the Concats of a Relu's result and a part that can be negative.
+
+    One grid for both has a zero point above its lowest code, with which no runtime computes the layer and its Relu as
+    one op on codes (ONNX Runtime then computes them in floats); and half of its codes are lost to the Relu.
+
+    Args:
+        graph: of the model.
+        bounds: op type -> the fixed range of its result.
+    """
+    rectified, positive, mixed = set[int](), set[int](), set[int]()
+    for index, op in enumerate(graph.ops):
+        data = [t for t in (op.inputs if op.type == "Concat" else op.inputs[:1]) if t is not None]
+        if op.type == "Relu" or (op.type == "Clip" and len(op.inputs) > 1 and graph.scalar(op.inputs[1]) == 0):
+            rectified.update(op.outputs)
+            positive.update(op.outputs)
+        elif keeps_grid(graph, op) or op.type in _INSIDE_RANGE:
+            parts = [t for t in data if not graph.tensors[t].constant]
+            if rectified.intersection(parts) and not positive.issuperset(parts):
+                mixed.add(index)
+            rectified.update(op.outputs if rectified.issuperset(parts) else ())
+            positive.update(op.outputs if positive.issuperset(parts) else ())
+        elif bounds.get(op.type, (-1.0, 1.0))[0] == 0:
+            positive.update(op.outputs)
+    return mixed
+
+
 def _leaving(graph: Graph) -> set[int]:
     """Return the tensors whose values only leave the model: the ops that read them only move them to an output."""
     outputs, result, moving = frozenset(graph.outputs), set[int](), set[int]()
