@@ -4,8 +4,9 @@ One JSON line per network, batch size and number of threads; every file is opene
 its default level. `stock` is the faster of `onnxruntime.quantization.quantize_static` (Q/DQ, per channel, min-max) on
 the same float file, with and without its own preprocessing; `ours` is the twenty lines of the README (`w8a8`,
 `min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`; `integer` is
-`to_integer(target="onnxruntime")` of ours. Times are ratios of the shortest of many interleaved runs to the float file's;
-`sqnr` is in dB to the float file, on data that calibration has not seen. `--batches 1 8 --threads 1 2` and names choose.
+`to_integer(target="onnxruntime")` of ours. Times are ratios of the shortest of many interleaved runs to the float
+file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and
+`--threads 1 2` choose what is measured.
 """
 
 import argparse
@@ -81,7 +82,9 @@ def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tupl
     batches = [network.batch(size, seed) for seed in range(CALIBRATED + max(1, 16 // size))]
     model = settled(network.make(), batches[0])
     paths = {"float": folder / "float.onnx"}
-    torch.onnx.export(model, batches[0], paths["float"], dynamo=True, opset_version=21, external_data=False, verbose=False)
+    torch.onnx.export(
+        model, batches[0], paths["float"], dynamo=True, opset_version=21, external_data=False, verbose=False
+    )
     names = [value.name for value in opened(paths["float"], 1).get_inputs()]
     feeds = [dict(zip(names, (t.numpy() for t in batch), strict=True)) for batch in batches]
     if "stock" in kinds:

@@ -135,7 +135,10 @@ class Mean(nn.Module):
 
 def settled(model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
     """Return the model in eval mode, its BatchNorms with statistics of some batches."""
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+    norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = None  # the mean of all batches
+    if norms:
         model.train()
         with torch.no_grad():
             for _ in range(3):
@@ -186,6 +189,10 @@ def mobile_v3() -> nn.Module:
     return nn.Sequential(*parts, *head)
 
 
+def whisper_encoder() -> nn.Module:
+    return First(transformers.WhisperModel(transformers.WhisperConfig(**_WHISPER)).get_encoder(), "input_features")
+
+
 def temporal() -> nn.Module:
     parts: list[nn.Module] = []
     for k in range(4):
@@ -202,13 +209,21 @@ def head_of_linears() -> nn.Module:
 
 
 _BERT = {"vocab_size": 30522, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+_SWIN = {"image_size": 112, "embed_dim": 48, "depths": [2, 2, 2], "num_heads": [3, 6, 12]}
+_DISTIL = {"vocab_size": 30522, "dim": 256, "hidden_dim": 1024, "n_heads": 8, "n_layers": 3}
 _VIT = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
 _GPT = {"vocab_size": 8000, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128, "use_cache": False}
 _LLAMA = {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
 _LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
 _RESNET = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}
 _SPEECH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
-_WHISPER = {"d_model": 256, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 1024}
+_WHISPER = {
+    "d_model": 256,
+    "max_source_positions": 150,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 1024,
+}
 
 NETWORKS: dict[str, Network] = {
     "six Linear 512": Network("linear", stack(lambda: [nn.Linear(512, 512), nn.ReLU()], times=6), normal(512)),
@@ -236,21 +251,23 @@ NETWORKS: dict[str, Network] = {
     "YOLOS": Network(
         "detector", foreign("YolosForObjectDetection", image_size=[96, 96], num_detection_tokens=20, **_VIT), image(96)
     ),
-    "ViT-small": Network("vit", foreign("ViTForImageClassification", image_size=112, patch_size=16, **_VIT), image(112)),
-    "Swin": Network("vit", foreign("SwinForImageClassification", image_size=112, embed_dim=48, depths=[2, 2, 2], num_heads=[3, 6, 12]), image(112)),
+    "ViT-small": Network("vit", foreign("ViTForImageClassification", image_size=112, **_VIT), image(112)),
+    "Swin": Network(
+        "vit",
+        foreign("SwinForImageClassification", image_size=112, embed_dim=48, depths=[2, 2, 2], num_heads=[3, 6, 12]),
+        image(112),
+    ),
     "MLP-Mixer": Network(
         "mixer",
         lambda: nn.Sequential(Tokens(256, 16), *(Mixer(49, 256) for _ in range(4)), nn.LayerNorm(256), Mean()),
         image(112),
     ),
     "BERT": Network("text", foreign("BertModel", ("input_ids",), num_hidden_layers=6, **_BERT), words(64, 30522)),
-    "DistilBERT": Network(
-        "text", foreign("DistilBertModel", ("input_ids",), dim=256, hidden_dim=1024, n_heads=8, n_layers=3), words(32, 30522)
-    ),
+    "DistilBERT": Network("text", foreign("DistilBertModel", ("input_ids",), **_DISTIL), words(32, 30522)),
     "GPT-2": Network("decoder", foreign("GPT2LMHeadModel", ("input_ids",), **_GPT), words(64, 8000)),
     "Llama": Network("decoder", foreign("LlamaForCausalLM", ("input_ids",), **_LLAMA), words(64, 8000)),
     "wav2vec 2": Network("audio", foreign("Wav2Vec2Model", ("input_values",), **_SPEECH), normal(8000)),
-    "Whisper encoder": Network("audio", foreign("WhisperModel", ("input_features",), max_source_positions=150, **_WHISPER), normal(80, 300)),
+    "Whisper encoder": Network("audio", whisper_encoder, normal(80, 300)),
     "LSTM": Network("recurrent", lambda: Recurrent("LSTM"), normal(32, 80)),
     "GRU": Network("recurrent", lambda: Recurrent("GRU"), normal(32, 80)),
     "temporal convolutions": Network("audio", temporal, normal(40, 200)),

@@ -2,9 +2,8 @@
 
 Its default level makes a QGemm of a Gemm (and of a MatMul of matrices with a bias, which it takes for one) only if the
 input and the weight have zero-point tensors. Else it dequantizes the weight in every run, which takes several times as
-long as the float layer. They are written for uint8 weights alone: the kernel of uint8 activations and uint8 weights is
-exact on every processor, that of int8 weights saturates on x86 without VNNI. Measured on onnxruntime 1.32;
-`tests/onnx_backend/dialects/test_zero_points.py` derives it again on the installed runtime.
+long as the float layer. Measured on onnxruntime 1.32; `tests/onnx_backend/dialects/test_zero_points.py` derives it
+again on the installed runtime.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,7 +82,7 @@ class _Writer:
         return following[0] if self.ranks.get(metadata(source).get("qsdk.site", "")) == _MATRIX else None
 
     def _quantizer(self, source: NodeProto | None) -> NodeProto | None:
-        """Return the QuantizeLinear, to uint8, whose codes a DequantizeLinear reads, else None."""
+        """Return the QuantizeLinear, to 8 bits, whose codes a DequantizeLinear reads, else None."""
         if source is None or source.op_type != "DequantizeLinear":
             return None
         found = self.known.makers.get(source.input[0])

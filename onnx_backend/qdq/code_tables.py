@@ -21,16 +21,20 @@ def look_up_codes(model: ModelProto) -> None:
     stored, makers, readers = initializers(graph), producers(graph.node), consumers(graph.node)
     taken, outputs = names_in(graph), {value.name for value in graph.output}
     nodes: list[NodeProto] = []
-    left_out = set[str]()  # whole tables that nothing reads any more
+    left_out, used = set[str](), set[str]()  # whole tables that nothing reads any more, names of nodes
     for node in graph.node:
         table = makers.get(node.input[0]) if node.op_type == "Gather" else None
         if table is None or not _is_table(node, table, stored):
             nodes.append(node)
             continue
         codes, name = unique(f"{node.output[0]}/codes", taken), table.output[0]
-        nodes += [_changed(node, [table.input[0], node.input[1]], codes), _behind(table, stored, codes, node.output[0])]
+        rows = _behind(table, stored, codes, node.output[0])
         if name not in outputs and all(reader.op_type == "Gather" for reader in readers[name]):
-            left_out.add(name)
+            left_out.add(name)  # the first look-up takes over the name of its node
+        if name not in left_out or table.name in used:
+            rows.name = unique(table.name, taken)
+        used.add(table.name)
+        nodes += [_changed(node, [table.input[0], node.input[1]], codes), rows]
     replace_nodes(graph, [node for node in nodes if not left_out.intersection(node.output)])
 
 

@@ -64,6 +64,32 @@ def test_concat_of_three_branches_shares_one_encoding():
     assert site(plan, "branch1:output").reason == "shares the encoding of branch0:output"
 
 
+@pytest.mark.parametrize("between", [None, "MaxPool", "AveragePool", "Reshape"])
+def test_a_concat_of_a_relu_and_a_signed_part_shares_no_grid(between: str | None):
+    """One zero point for both would keep runtimes from computing the layer and its Relu as one op on codes."""
+    b = GraphBuilder()
+    x = b.input()
+    rectified = b.op("Relu", [b.conv(x, "conv")], "relu:output")
+    moved = rectified if between is None else b.op(between, [rectified], "moved:output")
+    joined = b.op("Concat", [moved, b.conv(x, "signed")], "cat:output")
+    graph = b.graph(b.conv(joined, "after"))
+    plan = make_plan(graph, w8a8())
+    homes = [site(plan, name).encoding_site for name in ("relu:output", "signed:output", "cat:output")]
+    assert homes == ["relu:output", "signed:output", "cat:output"]
+    for config in (w8a8().override("cat", tie=True), w8a8(symmetric_activations=True)):
+        plan = make_plan(graph, config)
+        assert len({site(plan, name).encoding_site for name in ("relu:output", "signed:output", "cat:output")}) == 1
+
+
+@pytest.mark.parametrize("other", ["Relu", "Sigmoid"])
+def test_a_concat_of_a_relu_and_a_part_that_is_never_negative_shares_one(other: str):
+    b = GraphBuilder()
+    x = b.input()
+    parts = [b.op("Relu", [b.conv(x, "conv")], "relu:output"), b.op(other, [b.conv(x, "second")], "other:output")]
+    plan = make_plan(b.graph(b.conv(b.op("Concat", parts, "cat:output"), "after")), w8a8())
+    assert len({site(plan, name).encoding_site for name in ("relu:output", "other:output", "cat:output")}) == 1
+
+
 @pytest.mark.parametrize("type", ["MaxPool", "Reshape", "Transpose"])
 def test_ops_that_move_values_share_their_inputs_encoding(type: str):
     b = GraphBuilder()

@@ -98,15 +98,20 @@ def test_where_the_runtime_has_no_kernel_none_is_written(options, tmp_path):
         assert "QGemm" not in optimized(explicit, tmp_path)  # they would not help
 
 
-def test_int8_weights_have_none_since_their_products_may_saturate():
-    model = layer(weight="int8")
-    assert write_zero_points(model, RANKS) == []
-    assert model == layer(weight="int8")
+@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
+def test_int8_weights_have_them_too(op, tmp_path):
+    plain, model = layer(op, weight="int8"), layer(op, weight="int8")
+    write_zero_points(model, RANKS)
+    assert ("QGemm" in optimized(plain, tmp_path), "QGemm" in optimized(model, tmp_path)) == (False, True)
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    wanted = opened(model, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
+    assert np.abs(opened(model, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0] - wanted).max() <= 0.031
 
 
+@pytest.mark.parametrize("config", [UNSIGNED, w8a8()], ids=["uint8", "int8"])
 @pytest.mark.parametrize("net", [mlp, classifier, convnet])
-def test_exported_linears_of_uint8_run_on_codes(net, tmp_path):
-    marked, _, plan, encodings = prepared(net(), UNSIGNED)
+def test_exported_linears_run_on_codes(net, config, tmp_path):
+    marked, _, plan, encodings = prepared(net(), config)
     model, rows = insert(marked, plan, encodings)
     assert read(model) == encodings
     layers = {"mlp": 2}.get(net.__name__, 1)

@@ -86,7 +86,7 @@ def test_any_order_of_batches_gives_the_same_encodings(method: str):
 def test_members_of_a_tie_share_what_all_have_seen(method: str):
     """Concat of a branch around 0 and one around 100: the encoding serves both."""
     nodes = [
-        node("Relu", ["x"], ["a"], "near"),
+        node("Neg", ["x"], ["a"], "near"),
         node("Add", ["x", "hundred"], ["b"], "far"),
         node("Concat", ["a", "b"], ["c"], "concat", axis=1),
         node("MatMul", ["c", "w"], ["y"], "mm"),
