@@ -137,7 +137,7 @@ def find_mixed_signs(graph: Graph, bounds: Mapping[str, tuple[float, float]]) ->
             parts = [t for t in data if not graph.tensors[t].constant]
             if rectified.intersection(parts) and not positive.issuperset(parts):
                 mixed.add(index)
-            rectified.update(op.outputs if rectified.issuperset(parts) else ())
+            rectified.update(op.outputs if keeps_grid(graph, op) and rectified.issuperset(parts) else ())
             positive.update(op.outputs if positive.issuperset(parts) else ())
         elif bounds.get(op.type, (-1.0, 1.0))[0] == 0:
             positive.update(op.outputs)
