@@ -25,8 +25,6 @@ def quantize_folder(options: Namespace) -> int:
         ConfigError: an option that is not for checkpoint folders, or see `quantize_checkpoint`.
     """
     given = [name for name in _NOT_HERE if getattr(options, name, None)]
-    if options.format != "onnx":
-        given.append("format")
     if given:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} is not for a checkpoint folder; leave it out, or write a function that "
@@ -34,8 +32,9 @@ def quantize_folder(options: Namespace) -> int:
         )
     more_of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
     config = config_of(options.config, options.override, options.skip, **more_of_preset)
-    if options.dialect:
-        config = config.for_dialect(options.dialect)
+    dialect = options.dialect if options.format == "onnx" else options.format
+    if dialect:
+        config = config.for_dialect(dialect)
     data: Iterable[Any]
     if options.data:
         data = token_batches(options.model, options.data, length=options.length, most=options.max_samples)
@@ -55,6 +54,7 @@ def quantize_folder(options: Namespace) -> int:
         method=options.method,
         opset=options.opset,
         dialect=options.dialect or "onnxruntime",
+        format=options.format,
         progress=sys.stderr.isatty() and not options.json,
     )
     show(Report("Quantized", report.rows, report.summary), as_json=options.json)

@@ -16,7 +16,7 @@ from qsdk.core.encodings.provenance import EXAMPLE, example_text
 from qsdk.core.errors import ExportError, QsdkError
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.caches import CacheKey
+from torch_bridge.torch_values.caches import CacheKey, is_cache
 from torch_bridge.torch_values.pytree import Path, argument_leaves, leaves_of, map_leaves, name_leaves
 from torch_bridge.tracing.decompositions import single_nodes_decomposed
 from torch_bridge.tracing.dynamic_shapes import Axes, batch_axes, named_axes
@@ -34,6 +34,10 @@ from torch_bridge.tracing.operator_library import operators_read_once
 from torch_bridge.tracing.weights_by_name import WeightsByName, detach_weights
 
 OPSET = 21
+_WITH_CACHE = (
+    ", which reads all earlier tokens again at every step; to generate text, quantize with "
+    'kv_cache="float32" or "int8" (--kv-cache): the file then takes and gives keys and values'
+)
 _SIZE = r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]"  # as torch writes a length into its guards
 
 
@@ -184,7 +188,8 @@ def _notes(leaves: Leaves, outputs: Leaves, conditions: Sequence[str]) -> dict[s
             result[f"argument {'.'.join(path)}"] = f"fixed at {leaf!r} in the exported file"
     for path, leaf in outputs:
         if leaf is not None and not isinstance(leaf, Tensor):
-            result[f"output {'.'.join(path)}"] = f"a {type(leaf).__name__}, no tensor: not in the exported file"
+            lacking = f"a {type(leaf).__name__}, no tensor: not in the exported file"
+            result[f"output {'.'.join(path)}"] = lacking + (_WITH_CACHE if is_cache(leaf) else "")
     if conditions:
         result["lengths"] = f"traced for {' and '.join(conditions)}; for others the module may take another path"
     return result

@@ -22,7 +22,8 @@ def token_batches(folder: str, paths: Sequence[str], *, length: int, most: int |
 
     Args:
         folder: of the checkpoint, with its tokenizer.
-        paths: texts (.txt, .md), which are cut into windows, or integer arrays [rows, length] (.npy).
+        paths: texts (.txt, .md), which are cut into windows, integer arrays [rows, length] (.npy), or folders of such
+            files, which are read in the order of their names.
         length: tokens of a window of text.
         most: windows or rows to stop after; None for all.
 
@@ -32,7 +33,7 @@ def token_batches(folder: str, paths: Sequence[str], *, length: int, most: int |
         FileFormatError: a file cannot be read.
     """
     rows: list[Tensor] = []
-    for path in map(Path, paths):
+    for path in (file for given in map(Path, paths) for file in (_held(given) if given.is_dir() else [given])):
         if path.suffix in _TEXTS:
             rows += _windows(_tokenizer(folder), path, length)
         elif path.suffix == ".npy":
@@ -50,6 +51,13 @@ def random_tokens(folder: str, batches: int | None, *, length: int, seed: int) -
     size = (1, length)
     rows = (torch.randint(0, _vocabulary(folder), size, generator=generator) for _ in range(batches or 1))
     return [{"input_ids": row} for row in rows]
+
+
+def _held(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.iterdir() if path.suffix in (*_TEXTS, ".npy") and path.is_file())
+    if not found:
+        raise FileFormatError(f"the folder {folder} holds no text (.txt, .md) and no token ids (.npy)")
+    return found
 
 
 def _windows(tokenizer: Any, path: Path, length: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ def add_quantize(commands: Any) -> None:
         "--format",
         choices=("onnx", "compressed-tensors"),
         default="onnx",
-        help="compressed-tensors: a folder for vLLM and transformers, of the linear layers of a PyTorch module",
+        help="compressed-tensors: a folder for vLLM and transformers, of the linear layers of a PyTorch model",
     )
     add_data(quantize)
     quantize.add_argument(
@@ -56,7 +56,9 @@ def _add_config(quantize: argparse.ArgumentParser) -> None:
     """Add the options that say what is quantized, and how ranges are found."""
     quantize.add_argument("--config", default="w8a8", help=f"{CONFIGS} (default: w8a8)")
     quantize.add_argument("--block-size", type=int, metavar="N", help="one scale of a weight per N input channels")
-    quantize.add_argument("--kv-cache", metavar="DTYPE", help="dtype of a decoder's keys and values, such as int8")
+    quantize.add_argument(
+        "--kv-cache", metavar="DTYPE", help="a decoder's file has a cache of this dtype: int8, float32, ..."
+    )
     add_rules(quantize)
     quantize.add_argument(
         "--input",

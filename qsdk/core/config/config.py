@@ -181,7 +181,7 @@ class QuantConfig:
             bias: float32 where int32 biases are clipped or round to 0, which reports mention; else int32.
             input: dtype of the model's inputs, where the caller needs another one.
             output: dtype of the model's outputs, likewise, or a wider one for scores and boxes.
-            kv_cache: dtype of the keys and values of a decoder's cache: int8, int4, float8e4m3fn.
+            kv_cache: dtype of the keys and values of a decoder's cache: int8, int4, float8e4m3fn, or float32.
             kv_cache_scales: "head" or "channel" where 4 bits per tensor lose too much.
             block_size: input channels per weight scale: 32 to 128 for accurate 4-bit weights.
             per_channel: False for one scale per weight tensor, where a chip has no scales per channel.
@@ -395,7 +395,8 @@ def weight_only(
     Args:
         weight: a dtype, a format of blocks such as `mxfp4`, or the name of one.
         block_size: one scale per so many input channels; None for one per output channel.
-        kv_cache: dtype of the keys and values of a decoder's cache; None for float.
+        kv_cache: dtype of the keys and values of a decoder's cache, "float32" for one that is not quantized; None for
+            a file without a cache, unless the example brings one.
 
     Examples:
         >>> print(weight_only("int4", block_size=32))

@@ -55,7 +55,8 @@ def quantize_checkpoint(
         example: inputs to trace the model with; None for tokens, in any number of rows of any length.
         max_memory: bytes that kept activations may take; the rest goes to temporary files. None for no bound.
         progress: show progress bars.
-        export_options: for `qsdk.export`, such as `opset=` and `dialect=`.
+        export_options: for `qsdk.export`, such as `opset=` and `dialect=`. With `format="compressed-tensors"`, `out` is
+            the folder for vLLM and transformers instead (`config.for_dialect("compressed-tensors")` before it).
 
     Returns:
         What `qsdk.export` returns, with `verbs`, `resumed` (from an earlier run) and `seconds` in the summary.
@@ -82,8 +83,11 @@ def quantize_checkpoint(
     batches = _required(data, sim.plan)
     calibrate(sim, batches, method=method, progress=progress)
     apply_verbs(sim, batches, names, run=run, max_memory=max_memory, progress=progress)
-    report = export(sim, target / MODEL, **{"external_data": True, **export_options})
-    _copy_beside(Path(folder), sim.model, target)
+    if export_options.get("format", "onnx") == "onnx":
+        report = export(sim, target / MODEL, **{"external_data": True, **export_options})
+        _copy_beside(Path(folder), sim.model, target)
+    else:  # a folder, with all that belongs to it
+        report = export(sim, target, **export_options)
     shutil.rmtree(run, ignore_errors=True)
     facts = {"verbs": ", ".join(names) or "none", "resumed": resumed, "seconds": time.perf_counter() - started}
     return Report(report.title, report.rows, {**report.summary, **facts})

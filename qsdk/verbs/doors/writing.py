@@ -35,7 +35,7 @@ def write_onnx(
     traced = door.traced()
     integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
-    return write_model(
+    report = write_model(
         traced.model,
         plan,
         encodings,
@@ -47,6 +47,13 @@ def write_onnx(
         integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
         **{name: value for name, value in options.items() if name != "cache"},
     )
+    lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
+    return Report(report.title, report.rows, {**report.summary, **lacking})
+
+
+def _is_output(note: str) -> bool:
+    """Return whether a note is about an output of the module that the file lacks."""
+    return note.startswith("output ")
 
 
 def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:

@@ -1,6 +1,7 @@
 """A module that cannot be traced is refused with the user's own line and a remedy, and stays as it was."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch_models import seeded
 
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ExportError
-from qsdk.verbs.quantize import quantize
+from qsdk.verbs.quantize import calibrate, export, quantize
 
 
 def decides(x: Tensor) -> Any:
@@ -114,6 +115,20 @@ def test_an_output_that_is_not_a_tensor_is_left_out_with_a_note():
 
     sim = quantize(Model(), seeded(2, 4), w8a8())
     assert sim.coverage().summary["output past"] == "a Cache, no tensor: not in the exported file"
+
+
+def test_a_cache_that_the_file_lacks_is_named_by_the_report_of_the_export(tmp_path: Path):
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            cache = transformers.DynamicCache()
+            cache.update(x[:, None], x[:, None], 0)
+            return {"logits": x.sigmoid(), "past_key_values": cache}
+
+    sim = quantize(Model(), (x := seeded(2, 4, 4)), w8a8())
+    calibrate(sim, [x], progress=False)
+    told = export(sim, tmp_path / "model.onnx").summary["output past_key_values"]
+    assert "not in the exported file, which reads all earlier tokens again" in told
+    assert 'kv_cache="float32" or "int8" (--kv-cache)' in told
 
 
 @pytest.mark.slow

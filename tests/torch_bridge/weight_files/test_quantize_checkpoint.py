@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -21,6 +22,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassi
 
 import qsdk
 from qsdk.cli import main
+from qsdk.commands import checkpoint
+from qsdk.commands.data.tokens import token_batches
 from qsdk.verbs.checkpoints.quantize_checkpoint import RUN
 
 DATA = token_rows(3, 12, VOCABULARY)
@@ -99,6 +102,42 @@ def test_the_command_takes_text_and_says_what_it_cannot_do(folder: Path, tmp_pat
     assert main(["quantize", str(folder), str(out), "--data", str(tmp_path / "ids.npy")]) == 1
     assert "token ids are integers" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_folders_of_token_ids_and_texts_are_read_by_name(folder: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(qsdk.FileFormatError, match=r"empty holds no text \(\.txt, \.md\) and no token ids \(\.npy\)"):
+        token_batches(str(folder), [str(tmp_path / "empty")], length=4, most=None)
+    for number in (2, 0, 1):
+        np.save(tmp_path / f"{number}.npy", np.full((2, 4), number))
+    (tmp_path / "notes.json").write_text("{}")
+    batches = token_batches(str(folder), [str(tmp_path)], length=4, most=5)
+    assert [int(batch["input_ids"][0, 0]) for batch in batches] == [0, 0, 1, 1, 2]
+
+
+def test_the_command_writes_a_folder_of_compressed_tensors(folder: Path, tmp_path: Path, monkeypatch, capsys):
+    called: list[Any] = []
+    report = qsdk.Report("", [], {})
+    monkeypatch.setattr(checkpoint, "quantize_checkpoint", lambda *a, **options: called.append((a, options)) or report)
+    command = ["quantize", str(folder), str(tmp_path / "out"), "--random", "1", "--config", "weight_only"]
+    assert main([*command, "--format", "compressed-tensors"]) == 0
+    ((_, _, config), options) = called[0]
+    assert (options["format"], config.only_linear) == ("compressed-tensors", True)
+    assert main(command) == 0
+    assert called[1][1]["format"] == "onnx"
+
+
+@pytest.mark.slow
+def test_a_folder_of_compressed_tensors_comes_from_a_folder(folder: Path, tmp_path: Path):
+    config = qsdk.weight_only("int8").for_dialect("compressed-tensors")
+    report = qsdk.quantize_checkpoint(folder, tmp_path, config, data=DATA, progress=False, format="compressed-tensors")
+    assert (report.summary["format"], report.summary["verbs"]) == ("pack-quantized", "none")
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+    assert not (tmp_path / RUN).exists()
+    ids = DATA[0]["input_ids"]
+    with torch.no_grad():
+        again, given = (AutoModelForCausalLM.from_pretrained(path)(ids).logits.float() for path in (tmp_path, folder))
+    assert float((again - given).norm() / given.norm()) < 0.05
 
 
 def test_an_incomplete_checkpoint_is_refused(folder: Path, tmp_path: Path):
