@@ -7,6 +7,7 @@ from onnx import ModelProto, numpy_helper
 
 from onnx_backend.opening.from_float import open_unplanned
 from onnx_backend.opening.plan_of_qdq import without_origin
+from onnx_backend.passes.fold_batch_norm import may_fold
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import fake_quantize
@@ -28,8 +29,8 @@ def sim_with_encodings(
 ) -> tuple[OnnxSim, MatchedEncodings]:
     """Open a float model, and quantize exactly the tensors that encodings are given for.
 
-    A BatchNorm beside a layer is folded, as it was when the encodings were found, unless they speak of the tensor
-    that it reads.
+    A BatchNorm or an added constant beside a layer is folded, as it was when the encodings were found, unless they
+    speak of the tensor that it reads.
 
     Args:
         source: the float model; it is not changed.
@@ -43,10 +44,12 @@ def sim_with_encodings(
     """
     model, graph, notes = open_unplanned(source, QuantConfig(), fold_batch_norm=False)
     placed = place(graph)
-    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
-    if norms:
+    stored = initializers(model.graph)
+    foldable = [node for node in model.graph.node if may_fold(node, stored)]
+    if foldable:
         spoken_of = {graph.tensors[graph.sites[site]].name for site in (*placed.encodings, *placed.casts)}
-        kept = [node_label(node) for node in norms if spoken_of.intersection(node.input[:1])]
+        read = {node_label(node): node.input[:1] if node.op_type != "Add" else node.input for node in foldable}
+        kept = [label for label, names in read.items() if spoken_of.intersection(names)]
         model, graph, notes = open_unplanned(source, _keeping(kept))
         placed = place(graph)
     require_matched(placed, where, strict=strict)
@@ -66,7 +69,7 @@ def _quantize_absorbed(model: ModelProto, graph: Graph, placed: MatchedEncodings
 
 
 def _keeping(owners: Iterable[str]) -> QuantConfig:
-    """Return a config that keeps these BatchNorms from being folded."""
+    """Return a config that keeps these BatchNorms and Adds from being folded."""
     config = QuantConfig()
     for owner in owners:
         config = config.skip(escape(owner))

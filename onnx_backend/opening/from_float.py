@@ -153,12 +153,15 @@ def _opened(
     model = simplify(model, types_of(model, trust_declared=False))
     types = types_of(model, trust_declared=False)
     folds = fold_batch_norms(model, types, config) if fold_batch_norm else Folds()
-    if folds.folded:
+    if folds.folded or folds.added:
         types = types_of(model, trust_declared=False)
     _forget_shapes(model)
     _declare_outputs(model, types)
     graph = read_graph(model, types, modules=True)
     inside = decisions_in_bodies(model, types)
+    if folds.added:
+        shown = ", ".join(folds.added[:6]) + (", ..." if len(folds.added) > 6 else "")
+        remarks = (*remarks, f"constants that {len(folds.added)} Adds add to layers are their biases: {shown}")
     notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms)
     return model, graph, notes
 

@@ -1,16 +1,17 @@
-"""Fold BatchNormalization into the linear layer before or after it (Jacob et al. 2017, section 3.2).
+"""Fold BatchNormalization and added constants into the linear layer before or after (Jacob et al. 2017, section 3.2).
 
 The rules are those of the PyTorch door: into the layer before where nothing else reads its result, else into a layer
-after it that pads nothing; never one that a rule of the config names.
+after it that pads nothing; never one that a rule of the config names. A constant per channel that an Add behind a layer
+adds becomes the layer's bias: a bias has no grid of its own, and some exporters write every bias so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import FLOATS, array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
@@ -26,35 +27,48 @@ _TOO_LARGE = "folded, a weight or bias of {} would be too large for its type"
 
 @dataclass(frozen=True)
 class Folds:
-    """The BatchNorms that were folded into a layer, and those that stay, with the reason.
+    """The BatchNorms that were folded into a layer, those that stay, with the reason, and the constants that were.
 
     Attributes:
         folded: their owners.
         unfolded: owner -> why it stays.
         norms: owner of a layer -> mean and deviation that the BatchNorm folded into it declared.
+        added: owners of the Adds whose constants are now the biases of layers.
     """
 
     folded: tuple[str, ...] = ()
     unfolded: Mapping[str, str] = field(default_factory=dict)
     norms: dict[str, FoldedNorm] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
 
 
 def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Folds:
-    """Fold every BatchNormalization that can be, in place; no graph output changes its name."""
-    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization" and node.domain == ""]
-    if not norms:
+    """Fold each BatchNormalization and each added constant that can be, in place; no graph output changes its name."""
+    stored = initializers(model.graph)
+    foldable = [node for node in model.graph.node if may_fold(node, stored)]
+    if not foldable:
         return Folds()
     folding = _Folding(model, types)
-    folded, unfolded = [], {}
-    for norm in norms:
-        owner = node_label(norm)
-        reason = "a rule names it" if config.names(owner) else folding.fold(norm)
+    folded, unfolded, added = [], {}, []
+    for node in foldable:
+        owner = node_label(node)
+        if node.op_type == "Add":
+            if not config.names(owner, "Add") and folding.fold_added(node):
+                added.append(owner)
+            continue
+        reason = "a rule names it" if config.names(owner) else folding.fold(node)
         if reason:
             unfolded[owner] = reason
         else:
             folded.append(owner)
     folding.finish()
-    return Folds(tuple(folded), unfolded, folding.norms)
+    return Folds(tuple(folded), unfolded, folding.norms, tuple(added))
+
+
+def may_fold(node: NodeProto, stored: Container[str]) -> bool:
+    """Return whether a node is of a kind that is folded into a layer: a BatchNorm, or an Add of a stored tensor."""
+    adds = node.op_type == "Add" and len([name for name in node.input if name in stored]) == 1
+    return node.domain == "" and (adds or node.op_type == "BatchNormalization")
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,34 @@ class _Folding:
                 self.norms[node_label(after.node)] = _folded_norm(mean, np.sqrt(var), before=True)
                 return ""
         return reason
+
+    def fold_added(self, add: NodeProto) -> bool:
+        """Make the constant that an Add behind a layer adds the layer's bias, if it has one value per channel."""
+        constant = next(name for name in add.input if name in self.stored)
+        made = next(name for name in add.input if name != constant)
+        node = self.makers.get(made)
+        known = self.types.get(made, ("", None))[1]
+        if node is None or node.op_type not in LINEAR or known is None or self._read_elsewhere(made):
+            return False
+        weight = self.stored.get(node.input[1])
+        value = None if weight is None else _per_channel(node, self.stored[constant], weight, len(known))
+        if weight is None or value is None:
+            return False
+        if node.op_type == "MatMul":  # with its Add it is one layer, if the constant has one axis
+            if not self._read_elsewhere(constant):
+                self.stored[constant].dims[:] = [value.size]
+            return False
+        layer = _LinearLayer(node)
+        own = node.input[2] if len(node.input) > 2 else ""
+        fits = not own or (own in self.stored and list(self.stored[own].dims) == [value.size])
+        if not fits or float(attributes(node).get("beta", 1.0)) != 1.0:
+            return False
+        bias = self._bias(layer, value.size) + value
+        if not self._holds(node, bias):
+            return False
+        self._replace_bias(node, bias, layer, weight.data_type)
+        self._take_output(node, add)
+        return True
 
     def finish(self) -> None:
         """Remove the folded nodes and the tensors that only they read."""
@@ -196,14 +238,17 @@ class _Folding:
         if not self._holds(node, folded, bias):
             return _TOO_LARGE.format(node_label(node))
         self._replace_weight(node, folded, bias, layer)
-        last = layer.last
+        self._take_output(layer.last, norm)
+        return ""
+
+    def _take_output(self, last: NodeProto, gone: NodeProto) -> None:
+        """Have the last node of a layer make what the node behind it made, which is gone."""
         old = last.output[0]
         last.name = last.name or old  # it keeps its owner
-        last.output[0] = norm.output[0]
+        last.output[0] = gone.output[0]
         self.makers[last.output[0]] = last
         self.makers.pop(old, None)
-        self._drop(norm, keep_output=True)
-        return ""
+        self._drop(gone, keep_output=True)
 
     def _into_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> str:
         """Fold a BatchNorm into the layer behind it; return why that cannot be, or ""."""
@@ -238,6 +283,9 @@ class _Folding:
     def _replace_weight(self, node: NodeProto, weight: Array, bias: Array, layer: _LinearLayer) -> None:
         data_type = self.stored[node.input[1]].data_type
         node.input[1] = self._store(weight, node.input[1], node, data_type)
+        self._replace_bias(node, bias, layer, data_type)
+
+    def _replace_bias(self, node: NodeProto, bias: Array, layer: _LinearLayer, data_type: int) -> None:
         if layer.add is not None:
             position = next(i for i, n in enumerate(layer.add.input) if n in self.stored)
             layer.add.input[position] = self._store(bias, layer.add.input[position], layer.add, data_type)
@@ -263,6 +311,24 @@ class _Folding:
         if keep_output:
             norm.output[0] = unique(f"{norm.output[0]}/folded", self.taken)
         self.dropped.add(norm.output[0])
+
+
+def _per_channel(node: NodeProto, constant: TensorProto, weight: TensorProto, rank: int) -> Array | None:
+    """Return one value per output channel of a constant that is added to a layer's result of this rank; else None.
+
+    One number for all channels is none: it is a guard of what divides by the result, or no more than an offset.
+    """
+    if constant.data_type != weight.data_type or constant.data_type not in FLOATS:
+        return None
+    if node.op_type in ("Gemm", "MatMul") and len(weight.dims) != 2:
+        return None
+    axis = 1 if node.op_type in ("Conv", "ConvTranspose") else rank - 1
+    channels, dims = _channels(node, list(weight.dims), inputs=False), list(constant.dims)
+    wanted = [channels if at == axis else 1 for at in range(rank)]
+    padded = [1] * (rank - len(dims)) + dims
+    if padded != wanted or (channels == 1 and len(dims) != rank):
+        return None
+    return array(constant).astype(np.float64).reshape(-1)
 
 
 def _folded_norm(mean: Array, std: Array, *, before: bool = False) -> FoldedNorm:

@@ -1,6 +1,7 @@
 """BatchNorm at the ONNX door: folded by the rules of the PyTorch door, with the same values and the same plan."""
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -203,3 +204,88 @@ def test_both_doors_fold_the_same_batch_norms_to_the_same_weights(tmp_path):
     left = {e.scale.tobytes() for site, e in theirs.encodings.items() if theirs.plan.decisions[site].kind == "weight"}
     right = {e.scale.tobytes() for site, e in ours.encodings.items() if ours.plan.decisions[site].kind == "weight"}
     assert len(left & right) >= len(left) - 1
+
+
+# constants that an Add behind a layer adds
+
+
+def added(op, weight, attributes, shape, constant, *, bias=None, extra=(), tail="y", first=False):
+    """A layer, an Add of a stored constant behind it, and further nodes."""
+    inputs = ["x", "w", *(["c"] if bias else [])]
+    terms = ["k", "t"] if first else ["t", "k"]
+    nodes = [node(op, inputs, ["t"], "layer", **attributes), node("Add", terms, ["a"], "add"), *extra]
+    stored = {**weights(w=weight), **weights(1, k=constant), **(weights(2, c=bias) if bias else {})}
+    rng = np.random.default_rng(0)
+    return make_model(nodes, {"x": shape}, {tail: None}, stored), rng.normal(size=shape).astype(np.float32)
+
+
+CONV, IMAGE, RELU = (6, 4, 3, 3), (2, 4, 5, 5), node("Relu", ["a"], ["y"], "relu")
+ADDED = {
+    "conv": added("Conv", CONV, {}, IMAGE, (1, 6, 1, 1), extra=[RELU]),
+    "conv with a bias": added("Conv", CONV, {}, IMAGE, (6, 1, 1), bias=(6,), extra=[RELU], first=True),
+    "an output of the model": added("Conv", CONV, {"pads": [1] * 4}, IMAGE, (1, 6, 1, 1), tail="a"),
+    "transposed conv": added("ConvTranspose", (4, 6, 3, 3), {}, IMAGE, (1, 6, 1, 1), extra=[RELU]),
+    "one channel": added("Conv", (1, 4, 3), {}, (2, 4, 7), (1, 1, 1), extra=[RELU]),
+    "gemm": added("Gemm", (6, 4), {"transB": 1, "alpha": 0.5}, (3, 4), (1, 6), extra=[RELU]),
+    "gemm with a bias": added("Gemm", (4, 6), {}, (3, 4), (6,), bias=(6,), extra=[RELU]),
+}
+APART = {
+    "one number": added("Conv", CONV, {}, IMAGE, (1,), extra=[RELU]),
+    "a value for each position": added("Conv", CONV, {}, IMAGE, (1, 1, 3, 3), extra=[RELU]),
+    "more axes": added("Conv", CONV, {}, IMAGE, (1, 1, 6, 1, 1), extra=[RELU]),
+    "read elsewhere": added("Conv", CONV, {}, IMAGE, (1, 6, 1, 1), extra=[node("Add", ["a", "t"], ["y"], "sum")]),
+    "the layer's result leaves the model": added("Conv", CONV, {}, IMAGE, (1, 6, 1, 1), tail="t"),
+    "a scaled bias": added("Gemm", (4, 6), {"beta": 0.5}, (3, 4), (6,), bias=(6,), extra=[RELU]),
+}
+
+
+def bias_decisions(opened):
+    return {site: str(d.spec.dtype) for site, d in opened.plan.decisions.items() if d.kind == "bias" and d.spec}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_constant_added_behind_a_layer_is_its_bias(name):
+    model, x = ADDED[name]
+    opened = open_float(model, w8a8())
+    assert [n.op_type for n in opened.model.graph.node].count("Add") == 0
+    assert bias_decisions(opened) == {"layer:bias": "int32"}
+    assert opened.notes.summary()["opened"].endswith("constants that 1 Adds add to layers are their biases: add")
+    np.testing.assert_allclose(run(opened.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_an_add_of_anything_else_stays(name):
+    model, _ = APART[name]
+    opened = open_float(model, w8a8())
+    assert "layer" in {n.name for n in opened.model.graph.node}
+    assert "opened" not in opened.notes.summary()
+
+
+def test_an_add_that_a_rule_names_stays():
+    model, _ = ADDED["conv"]
+    for config in (w8a8().override("add", activation="uint16"), w8a8().override(op_type="Add", activation="uint16")):
+        assert [n.op_type for n in open_float(model, config).model.graph.node] == ["Conv", "Add", "Relu"]
+    assert [n.op_type for n in open_float(model, w8a8(), fold_batch_norm=False).model.graph.node].count("Add") == 1
+
+
+def test_the_bias_of_a_matmul_may_have_axes_of_length_one():
+    model, x = added("MatMul", (4, 6), {}, (2, 3, 4), (1, 1, 6), extra=[RELU])
+    opened = open_float(model, w8a8())
+    assert bias_decisions(opened) == {"add:bias": "int32"}
+    np.testing.assert_array_equal(run(opened.model, x)[0], run(model, x)[0])
+    model, _ = added("MatMul", (4, 6), {}, (2, 3, 4), (1, 3, 6), extra=[RELU])
+    assert bias_decisions(open_float(model, w8a8())) == {}
+
+
+def test_encodings_of_a_sim_with_folded_constants_go_onto_the_float_file(tmp_path):
+    model, x = ADDED["conv"]
+    sim = qsdk.quantize(model, None, w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")
+    qsdk.apply_encodings(model, tmp_path / "q.encodings.json", tmp_path / "again.onnx")
+    np.testing.assert_array_equal(*(run(onnx.load(tmp_path / name), x)[0] for name in ("q.onnx", "again.onnx")))
+    both = qsdk.quantize(model, None, w8a8(), fold_batch_norm=False)
+    qsdk.calibrate(both, [x], progress=False)
+    qsdk.save_encodings(both, tmp_path / "apart.encodings.json")
+    qsdk.apply_encodings(model, tmp_path / "apart.encodings.json", tmp_path / "apart.onnx")
+    assert "Add" in {n.op_type for n in onnx.load(tmp_path / "apart.onnx").graph.node}
