@@ -11,6 +11,7 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics_graph
+from onnx_backend.proto.inputs import tell_axes_apart
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.repeated_session import RepeatedSession
@@ -94,7 +95,7 @@ def observe(
     """Collect the statistics of activations in one float pass.
 
     Args:
-        marked: the float model with marks.
+        marked: the float model with marks; `tell_axes_apart` may rename axes of its inputs.
         wanted: the sites to observe, see `statistics.observed`.
         batches: see `feeds.as_feeds`.
         chosen: the estimator; it names the statistics that it needs.
@@ -115,6 +116,7 @@ def observe(
     def read() -> Iterator[_Batch]:
         for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
             feeds = as_feeds(batch, inputs, f"batch {number}")
+            tell_axes_apart(marked, feeds)
             yield number, {name: value.copy() for name, value in feeds.items()} if copied else feeds
 
     def run(batch: _Batch) -> tuple[int, dict[str, npt.NDArray[Any]]]:

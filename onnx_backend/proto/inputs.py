@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, helper
 
-from onnx_backend.proto.graph_queries import input_names
+from onnx_backend.proto.graph_queries import input_names, unique
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import metadata
 from qsdk.core.encodings.provenance import EXAMPLE, example_sizes, example_text
@@ -66,7 +66,37 @@ def open_inputs(model: ModelProto) -> dict[str, list[int | None]]:
 def note_example(model: ModelProto, example: Mapping[str, npt.ArrayLike] | None) -> None:
     """Note the sizes of an example in a model with open axes, in place: `to_integer` may need them."""
     if example is not None and open_inputs(model):
+        tell_axes_apart(model, example)
         set_properties(model, {EXAMPLE: example_text({name: np.shape(value) for name, value in example.items()})})
+
+
+def tell_axes_apart(model: ModelProto, batch: Mapping[str, npt.ArrayLike]) -> None:
+    """Rename, in place, the open axes of inputs that have one name and that a batch has in different sizes.
+
+    ONNX Runtime lets tensors share memory if their sizes have the same name, and does not run a file that uses one name
+    for different sizes. Other tensors have no name there afterwards.
+    """
+    axes = [
+        (value.name, dim, size)
+        for value in model.graph.input
+        if value.name in batch
+        for dim, size in zip(value.type.tensor_type.shape.dim, np.shape(batch[value.name]), strict=False)
+        if dim.dim_param
+    ]
+    sizes: dict[str, set[int]] = {}
+    for _, dim, size in axes:
+        sizes.setdefault(dim.dim_param, set()).add(size)
+    several = {name for name, found in sizes.items() if len(found) > 1}
+    if not several:
+        return
+    for value in (*model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in several:
+                dim.ClearField("dim_param")
+    taken = set(sizes)
+    for name, dim, _ in axes:
+        if dim.dim_param in several:
+            dim.dim_param = unique(f"{dim.dim_param}_{name}", taken)
 
 
 def noted_example(model: ModelProto) -> dict[str, list[int]]:
