@@ -8,11 +8,14 @@ beyond int32 (in float16, beyond float16) times the product of the scales is sat
 MatMulNBits of 2 bits is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); a
 MatMulNBits replaces MatMul and Gemm behind float activations and (from onnxruntime 1.32 on) those of 16 bits, which it
 rounds to 8 bits; a Relu behind a layer whose weight alone is quantized would join a FusedGemm, which dequantizes that
-weight in every run; and the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the
-tensor in front is an output of the model, which is then quantized; and its QLinearAdd and QLinearMul end the process
-where they broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; and its QGemm reads the codes
-of an int32 bias as if their scale were that of the input times that of the weight; and its Softmax of 8 bits multiplies
-by the whole part of `1 / scale`.
+weight in every run; the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the
+tensor in front is an output of the model, which is then quantized; its QLinearAdd and QLinearMul end the process
+where they broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; its QGemm reads the codes of
+an int32 bias as if their scale were that of the input times that of the weight; its Softmax of 8 bits multiplies by the
+whole part of `1 / scale`; its integer products take the scales of a weight for those of output channels, also where
+they are of input channels; and it ends the process where a MatMul in float16 or bfloat16 reads a Transpose that moves
+the first axis behind the others, with an open axis: its optimizers swap Transpose and Cast, and lose the shape that a
+later one reads (onnxruntime 1.32).
 """
 
 import json
@@ -24,28 +27,53 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
-from onnx_backend.dialects.onnxruntime_table import NARROW, SOFTMAX_CLOSE, is_wrong, softmax_error, softmax_steps
+from onnx_backend.dialects.onnxruntime_table import (
+    NARROW,
+    SOFTMAX_CLOSE,
+    WRONG_FLOAT16,
+    is_wrong,
+    softmax_error,
+    softmax_steps,
+)
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
 from onnx_backend.proto.model_io import set_properties
-from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes, set_metadata
+from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
-from qsdk.core.graph.op_facts import LINEAR, VIEWS
+from onnx_backend.qdq.kernel_casts import ONE_ROUNDING, has_other_floats
+from qsdk.core.graph.op_facts import LINEAR, MOVEMENTS, VIEWS
 
 COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
 OPTIONS_KEY = "qsdk.session_options"  # property of a model: the configuration entries that a session needs, as JSON
 EXACT_MATMUL = ("session.qdq_matmulnbits_accuracy_level", "0")
+HALVES = ("float16", "bfloat16")
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _LARGEST_CODE = 255.0  # above a zero point of 8 bits
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
+_CARRYING = MOVEMENTS | {"Cast", "Dropout"}
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
 #: float type of a bias -> where its integers, the bias over the product of both scales, overflow: the runtime divides
 #: and rounds in the bias' own type before it casts to int32
 _LARGEST_BIAS = {"float32": 2.0**31, "float16": 65504.0}
+
+
+def reads_moved_batch(layer: NodeProto, tensor: str, makers: Mapping[str, NodeProto]) -> bool:
+    """Return True if a MatMul reads, behind ops that move values, a Transpose that moves the first axis to the end.
+
+    The runtime takes such a Transpose into the MatMul: `perm` counts up from 1, but for the first and the last axis.
+    """
+    maker = makers.get(tensor) if layer.op_type == "MatMul" else None
+    while maker is not None and maker.op_type in _CARRYING:
+        perm = list(attributes(maker).get("perm", ()))
+        inner = [*range(1, len(perm) - 1)]
+        if maker.op_type == "Transpose" and inner and perm in ([*inner, 0, len(perm) - 1], [*inner, len(perm) - 1, 0]):
+            return True
+        maker = makers.get(maker.input[0])
+    return False
 
 
 def insert_barriers(
@@ -95,6 +123,7 @@ class _BarrierInserter:
 
     def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor], *, only_weights: bool) -> None:
         self.model, self.graph, self.large, self.only_weights = model, model.graph, large, only_weights
+        self.in_half = has_other_floats(model, HALVES)
         self.known, self.taken = Readers(model.graph), names_in(model.graph)
         self.stored, self.makers = self.known.stored, self.known.makers
         self.readers, self.outputs = self.known.readers, self.known.outputs
@@ -109,6 +138,9 @@ class _BarrierInserter:
                 nodes += self._barrier(node.input[0], [node])
             if self.known.becomes_nbits(node) and not self._stays_packed():
                 nodes += self._barrier(node.input[1], [node])
+            for tensor in dict.fromkeys(node.input) if self.in_half else ():
+                ends = reads_moved_batch(node, tensor, self.makers)
+                nodes += self._barrier(tensor, [node] if ends or self._is_moved_pair(node, tensor) else [])
             nodes.append(node)
             if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
                 nodes += self._barrier(node.output[0], self._wrong_readers(node))
@@ -179,10 +211,27 @@ class _BarrierInserter:
             for node in self.readers.get(tensor, [])
             if is_wrong(self.known.label(node, tensor), dtype, form, float16=float16)
             or self._is_stack(node)
+            or self._scales_inputs(node)
             or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
             or self._saturates_bias(node, dequantize)
             or (node.op_type == "Softmax" and dtype in _EIGHT_BITS and self._floors_steps(node))
         ]
+
+    def _is_moved_pair(self, reader: NodeProto, tensor: str) -> bool:
+        """Return True if the runtime moves a pair of float16, which its reader must not read, through ops to there."""
+        maker = self.makers.get(tensor)
+        while maker is not None and maker.op_type in MOVEMENTS:
+            maker = self.makers.get(maker.input[0])
+            if maker is not None and maker.op_type == "DequantizeLinear" and maker.input[0] not in self.stored:
+                return self._is_wrong_in_half(reader, maker)
+        return False
+
+    def _is_wrong_in_half(self, reader: NodeProto, dequantize: NodeProto) -> bool:
+        quantize, scale = self.makers.get(dequantize.input[0]), self.stored.get(dequantize.input[1])
+        if quantize is None or quantize.op_type != "QuantizeLinear" or scale is None:
+            return False
+        known = self.known.dtype(quantize), self.known.form(quantize)
+        return scale.data_type == TensorProto.FLOAT16 and reader.op_type in WRONG_FLOAT16.get(known, frozenset())
 
     def _is_stack(self, layer: NodeProto) -> bool:
         """Return True if a MatMul has a stack of stored matrices whose scales are per channel."""
@@ -190,6 +239,24 @@ class _BarrierInserter:
         if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in self.stored:
             return False
         return len(self.stored[maker.input[0]].dims) > 2 and len(self.stored[maker.input[1]].dims) > 0
+
+    def _scales_inputs(self, layer: NodeProto) -> bool:
+        """Return True if a matrix product has one scale for each of its input channels, not its output channels."""
+        if layer.op_type not in _MATRIX_LAYERS:
+            return False
+        maker, moves = self.makers.get(layer.input[1]), list[list[int]]()
+        while maker is not None and maker.op_type == "Transpose":
+            moves.append(list(attributes(maker).get("perm", ())) or [1, 0])
+            maker = self.makers.get(maker.input[0])
+        if maker is None or maker.op_type != "DequantizeLinear" or attributes(maker).get("block_size"):
+            return False
+        weight, scale = self.stored.get(maker.input[0]), self.stored.get(maker.input[1])
+        if weight is None or scale is None or list(scale.dims) in ([], [1]):
+            return False
+        axis = attributes(maker).get("axis", 1) % len(weight.dims)
+        for perm in reversed(moves):
+            axis = perm.index(axis)
+        return axis != (0 if attributes(layer).get("transB") else len(weight.dims) - 1)
 
     def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
         """Return True if a float bias is too large for the integers of the runtime's WeightBiasQuantization."""
@@ -232,6 +299,8 @@ class _BarrierInserter:
         barrier.name = unique(barrier.output[0], self.taken)
         entry = barrier.metadata_props.add()
         entry.key, entry.value = COPY_KEY, tensor
+        if self.in_half:  # a copy in float32 is that of the narrow values
+            set_metadata(barrier, **{ONE_ROUNDING: "1"})
         rename_inputs(read_by, {tensor: barrier.output[0]})
         self.makers[barrier.output[0]] = barrier
         return [barrier]

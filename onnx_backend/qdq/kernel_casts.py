@@ -19,7 +19,7 @@ from onnx_backend.proto.subgraphs import all_nodes, bodies
 from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
 
 _CAST, _ATTRIBUTES = "kernel_cast", "kernel_attributes"
-_ONE_ROUNDING = "one_rounding"  # metadata of a node whose result the module does not round on its own
+ONE_ROUNDING = "one_rounding"  # metadata of a node whose result the module does not round on its own
 _CODES: Mapping[str, int] = {
     "bfloat16": TensorProto.BFLOAT16,
     "float64": TensorProto.DOUBLE,
@@ -122,7 +122,7 @@ def note_single_roundings(model: ModelProto) -> None:
     rounded = marked | {value.name for value in model.graph.output}
     for node in model.graph.node:
         if not is_mark(node) and node.op_type not in _MOVING and not rounded.intersection(node.output):
-            set_metadata(node, **{_ONE_ROUNDING: "1"})
+            set_metadata(node, **{ONE_ROUNDING: "1"})
 
 
 def has_other_floats(model: ModelProto, dtypes: Collection[str] = LACKING) -> bool:
@@ -220,7 +220,7 @@ class _Inserter:
     def _stays_float32(self, node: NodeProto, name: str, scope: _Scope) -> bool:
         """Return True if a result is rounded only behind its readers, which all compute in float32."""
         dtype = scope.types[name]
-        if dtype not in self._codes or scope.outer is not None or f"qsdk.{_ONE_ROUNDING}" not in metadata(node):
+        if dtype not in self._codes or scope.outer is not None or f"qsdk.{ONE_ROUNDING}" not in metadata(node):
             return False
         readers = self._readers.get(name, [])
         lacking = all(
