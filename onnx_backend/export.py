@@ -26,7 +26,7 @@ from onnx_backend.proto.model_io import drop_properties, set_properties
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
-from onnx_backend.proto.write_file import write_file, write_sharing
+from onnx_backend.proto.write_file import Check, write_file, write_sharing
 from onnx_backend.qdq.code_tables import look_up_codes
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.fusion_barriers import needed_options
@@ -71,6 +71,7 @@ def write_model(
     in_use: Collection[Path] = (),
     shapes: Shapes | Mapping[str, Shapes] | None = None,
     integer_edges: Collection[str] | None = None,
+    check: Check | None = None,
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings, holding one large weight at a time.
 
@@ -88,6 +89,7 @@ def write_model(
         in_use: data files that a sim still reads.
         shapes: see `qsdk.export`.
         integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
+        check: see `write_file`.
 
     Raises:
         ConfigError: an opset, dialect or cache that cannot be written.
@@ -108,7 +110,7 @@ def write_model(
         _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
         for model, form in zip(models.values(), forms, strict=True):
             _require_valid(model, form["fixed_shapes"])
-        files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use}
+        files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use, "check": check}
         if parts is None:
             written = write_file(path, qdq.model, qdq.large, external_data=external_data, **files)
         else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +18,14 @@ from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.feeds import as_declared, as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
-from onnx_backend.runtime.session_input import session_of
+from onnx_backend.runtime.user_session import EndedProcessError, Level, UserSession, user_session
 from onnx_backend.sim import OnnxSim
-from qsdk.core.errors import ModelError, QsdkError
+from qsdk.core.errors import ModelError
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.report import Report
 
 Array = npt.NDArray[Any]
-Level = Literal["none", "basic", "extended", "all"]
-LEVELS: Mapping[str, ort.GraphOptimizationLevel] = {
-    "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
 
 
 @dataclass
@@ -194,24 +187,17 @@ def _compare_codes(
         sites[cut.site].add(in_units(steps, captured[cut.site], encodings[cut.site], cut.tensor_type))
 
 
-def _run(session: ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
+def _run(session: UserSession | ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
     known = {
         value.name: value.type for value in session.get_inputs()
     }  # an input that only cut-off nodes read may be gone
     return run_session(session, {n: as_declared(value, known[n]) for n, value in feeds.items() if n in known}, where)
 
 
-def _session(model: ModelProto, level: Level, entries: Mapping[str, str] | None) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = LEVELS[level]
-    options.log_severity_level = 4
-    for key, value in (entries or {}).items():
-        options.add_session_config_entry(key, value)
+def _session(model: ModelProto, level: Level, entries: Mapping[str, str] | None) -> UserSession:
     try:
-        return session_of(model, options)
-    except QsdkError:
-        raise
-    except Exception as error:  # the runtime's own exception types are private
+        return user_session(model, level=level, entries=entries)
+    except (EndedProcessError, RuntimeError) as error:
         raise ModelError(
             f"the runtime cannot load the model at level {level!r}: {error}; export it with "
             "dialect='onnxruntime', or open the session at a lower level"

@@ -9,14 +9,14 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.runtime.feeds import as_declared
-from onnx_backend.runtime.session_input import session_of
-from qsdk.core.errors import ModelError, QsdkError
+from onnx_backend.runtime.user_session import EndedProcessError, user_session
+from qsdk.core.errors import ModelError
 
 Array = npt.NDArray[Any]
 
 
 class OnnxRuntimeRunner:
-    """A model in ONNX Runtime's default session.
+    """A model in ONNX Runtime's default session, in a process of its own.
 
     Attributes:
         title: name and version of the runtime.
@@ -29,13 +29,9 @@ class OnnxRuntimeRunner:
             ModelError: the runtime cannot load it at its default level.
         """
         self.title = f"ONNX Runtime {ort.__version__}"
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
         try:
-            self.session = session_of(model, options)
-        except QsdkError:
-            raise
-        except Exception as error:  # the runtime's own exception types are private
+            self.session = user_session(model)
+        except (EndedProcessError, RuntimeError) as error:
             raise ModelError(f"{self.title} cannot load the model: {error}") from error
         self.types = {value.name: value.type for value in self.session.get_inputs()}
 
@@ -44,5 +40,5 @@ class OnnxRuntimeRunner:
         known = {name: as_declared(value, self.types[name]) for name, value in feeds.items() if name in self.types}
         try:
             return [np.asarray(value) for value in self.session.run(None, known)]
-        except Exception as error:
+        except (EndedProcessError, RuntimeError) as error:
             raise ModelError(f"{self.title} cannot run the model: {error}") from error

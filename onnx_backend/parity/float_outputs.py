@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.model_io import load
@@ -24,6 +24,7 @@ from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import QsdkError
 
 Array = npt.NDArray[Any]
+_RANDOM = 21  # the last opset whose RandomUniformLike the runtime has (1.32)
 _TIMES = 16.0  # the factor by which the noise of a few runs may fall short of the largest possible
 #: of one op: a float32 unit, times four for the sums inside an op; of a narrow float, whose ops add up in float32, one
 #: unit. Where the runtime has no kernel in float64, it computes in float32.
@@ -103,16 +104,24 @@ def _allowed(wanted: Array, noisy: Sequence[Array], least: float) -> Array:
 
 
 class NoisyRuns:
-    """The same model with noise of the size of rounding behind every float op; its session is opened on demand."""
+    """The same model with noise of the size of rounding behind every float op; its session is opened on demand.
 
-    def __init__(self, model: ModelProto, outputs: Sequence[str], providers: Providers, runs: int = 3) -> None:
+    With `steps`, what is dequantized is up to a step off besides, as it is behind the kernels of a runtime.
+    """
+
+    def __init__(
+        self, model: ModelProto, outputs: Sequence[str], providers: Providers, runs: int = 3, *, steps: bool = False
+    ) -> None:
         self.model, self.outputs, self.providers, self.runs = model, list(outputs), providers, runs
+        self.steps = steps
         self.session: Any = None
 
     def run(self, feeds: Mapping[str, Array], plain: Mapping[str, Array]) -> dict[str, list[Array]]:
         """Return output -> its values without noise and, `runs` times, with noise."""
         if self.session is None:
-            self.session = simulation_session(with_noise(self.model, self.outputs), providers=self.providers)
+            self.session = simulation_session(
+                with_noise(self.model, self.outputs, steps=self.steps), providers=self.providers
+            )
         known = {value.name for value in self.session.get_inputs()}
         given = {name: value for name, value in feeds.items() if name in known}
         found = {name: [np.asarray(plain[name])] for name in self.outputs}
@@ -123,9 +132,14 @@ class NoisyRuns:
         return found
 
 
-def with_noise(model: ModelProto, outputs: Sequence[str]) -> ModelProto:
-    """Return a copy of a model with only these outputs, every float result multiplied by numbers close to 1."""
+def with_noise(model: ModelProto, outputs: Sequence[str], *, steps: bool = False) -> ModelProto:
+    """Return a copy of a model with only these outputs, every float result multiplied by numbers close to 1.
+
+    With `steps`, -1, 0 or 1 is added to the codes of every computed tensor that is dequantized.
+    """
     noisy = load(model)
+    for entry in noisy.opset_import:  # the runtime has random numbers up to this opset, and newer ones say no other
+        entry.version = min(entry.version, _RANDOM) if entry.domain in ("", "ai.onnx") else entry.version
     kept = [value for value in noisy.graph.output if value.name in set(outputs)]
     del noisy.graph.output[:]
     noisy.graph.output.extend(sorted(kept, key=lambda value: list(outputs).index(value.name)))
@@ -133,9 +147,12 @@ def with_noise(model: ModelProto, outputs: Sequence[str]) -> ModelProto:
         types = types_of(noisy)
     except QsdkError:
         types = {}
-    taken, nodes = names_in(noisy.graph), []
+    taken, nodes = names_in(noisy.graph), list[NodeProto]()
+    computed = {name for node in noisy.graph.node for name in node.output} if steps else set()
     for seed, node in enumerate(noisy.graph.node):
         nodes.append(node)
+        if node.op_type == "DequantizeLinear" and node.input[0] in computed:
+            nodes += _step_noise(node, float(seed), taken)
         for place, name in enumerate(node.output):
             tensor_type = types.get(name, ("", None))[0]
             if tensor_type in _ROUNDING and node.op_type != "DequantizeLinear":
@@ -144,6 +161,26 @@ def with_noise(model: ModelProto, outputs: Sequence[str]) -> ModelProto:
     replace_nodes(noisy.graph, nodes)
     del noisy.graph.value_info[:]
     return noisy
+
+
+def _step_noise(dequantize: NodeProto, seed: float, taken: set[str]) -> list[NodeProto]:
+    """Make a DequantizeLinear of a computed tensor write elsewhere; return the nodes that add steps to its values."""
+    name, parts = dequantize.output[0], ("exact", "drawn", "whole", "codes", "steps")
+    exact, drawn, whole, codes, steps = (unique(f"{name}/{part}", taken) for part in parts)
+    dequantize.output[0] = exact
+    second = NodeProto()
+    second.CopyFrom(dequantize)
+    second.name = ""
+    del second.input[:], second.output[:], second.metadata_props[:]
+    second.input.extend([codes, dequantize.input[1]])
+    second.output.append(steps)
+    return [
+        helper.make_node("RandomUniformLike", [exact], [drawn], low=-1.5, high=1.5, seed=seed, dtype=TensorProto.FLOAT),
+        helper.make_node("Round", [drawn], [whole]),
+        helper.make_node("Cast", [whole], [codes], to=TensorProto.INT8),
+        second,
+        helper.make_node("Sum", [exact, steps], [name]),
+    ]
 
 
 def _noise(exact: str, name: str, tensor_type: str, seed: float, taken: set[str]) -> list[NodeProto]:

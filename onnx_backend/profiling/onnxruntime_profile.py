@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +18,8 @@ from onnx_backend.profiling.numbered import number_in
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.runtime.feeds import run_session
-from onnx_backend.runtime.session_input import session_of
-from qsdk.core.errors import ModelError, QsdkError
+from onnx_backend.runtime.user_session import EndedProcessError, UserSession, user_session
+from qsdk.core.errors import ModelError
 
 _KERNEL_TIME = "_kernel_time"
 _WARM_UP = 3
@@ -46,37 +45,31 @@ def profile_in_onnxruntime(
     """
     title = f"ONNX Runtime {ort.__version__}"
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
-        options = _options(Path(folder), threads)
+        options, entries = _options(Path(folder), threads)
         try:
-            session = session_of(model, options)
-        except QsdkError:
-            raise
-        except Exception as error:  # the runtime's own exception types are private
+            session = user_session(model, options=options, entries=entries)
+        except (EndedProcessError, RuntimeError) as error:
             raise ModelError(f"{title} cannot load the model: {error}") from error
         for _ in range(_WARM_UP + repeats):
             run_session(session, feeds, "the given input")
         events = json.loads(Path(session.end_profiling()).read_bytes())
         waits = [1e3 * _seconds(session, feeds) for _ in range(repeats)]
-        nodes = onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node
+        nodes = onnx.load(options["optimized_model_filepath"], load_external_data=False).graph.node
     return Profile(title, tuple(waits), _kernels(nodes, _timed(events), repeats))
 
 
-def _options(folder: Path, threads: int | None) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = threads or 0
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "profile")
+def _options(folder: Path, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of the session, and the entries of its configuration."""
+    options: dict[str, Any] = {"intra_op_num_threads": threads or 0, "enable_profiling": True}
+    options["profile_file_prefix"] = str(folder / "profile")
     # what was fused into what; weights go to a file of their own, which is not read
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
-    return options
+    options["optimized_model_filepath"] = str(folder / "optimized.onnx")
+    return options, {"session.optimized_model_external_initializers_file_name": "weights"}
 
 
-def _seconds(session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]]) -> float:
-    start = time.perf_counter()
-    session.run(None, dict(feeds))
-    return time.perf_counter() - start
+def _seconds(session: UserSession, feeds: Mapping[str, npt.NDArray[Any]]) -> float:
+    run_session(session, feeds, "the given input")
+    return session.seconds
 
 
 def _timed(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -21,6 +23,27 @@ _ALIGNMENT = 4096  # so that a runtime can map a tensor into memory
 SINGLE = 2**31 - 2**20  # bytes that one protobuf message may have, with some room
 
 
+@dataclass(frozen=True)
+class StagedModel:
+    """A model that was written under a temporary name, with its data file in place.
+
+    Attributes:
+        staged: where it is.
+        path: the name that it is to have.
+        model: that is in it, with stubs for its large tensors.
+        size: bytes, with its data file.
+    """
+
+    staged: Path
+    path: Path
+    model: ModelProto
+    size: int
+
+
+#: raises an error about a model that is not to be written
+Check = Callable[[StagedModel], None]
+
+
 def write_file(
     path: str | os.PathLike[str],
     model: ModelProto,
@@ -29,6 +52,7 @@ def write_file(
     external_data: bool | None = None,
     companions: Mapping[Path, str | bytes | IO[bytes]] | None = None,
     in_use: Collection[Path] = (),
+    check: Check | None = None,
 ) -> list[Path]:
     """Write a model and its companions so that at any moment either the old files stand or the new ones.
 
@@ -41,6 +65,7 @@ def write_file(
         external_data: True to keep large tensors in a file beside it; None for only where one file cannot hold them.
         companions: texts, or files open for reading, by path.
         in_use: files that are still read, which are not removed.
+        check: is called before anything of the old model is replaced; what it raises leaves that as it is.
 
     Returns:
         The paths that were written: the model, its companions, its data file.
@@ -56,7 +81,7 @@ def write_file(
             f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
         )
     files = {Path(os.path.realpath(path)): model}
-    data = _commit(path, files, outside, beside=beside, companions=companions or {}, in_use=in_use)
+    data = _commit(path, files, outside, beside=beside, companions=companions or {}, in_use=in_use, check=check)
     return [Path(path), *(companions or {}), *data]
 
 
@@ -67,6 +92,7 @@ def write_sharing(
     base: Path,
     companions: Mapping[Path, str | bytes | IO[bytes]],
     in_use: Collection[Path] = (),
+    check: Check | None = None,
 ) -> list[Path]:
     """Write models of one folder whose large tensors lie in one file, which is named after `base`.
 
@@ -79,6 +105,7 @@ def write_sharing(
         base: what data files are named after; nothing is written there.
         companions: texts, or files open for reading, by path.
         in_use: files that are still read, which are not removed.
+        check: see `write_file`; of each model.
 
     Returns:
         The paths that were written: the models, the companions, the data file.
@@ -90,7 +117,8 @@ def write_sharing(
     for model in models.values():
         ours = {t.name for t in model.graph.initializer if is_stub(t) or is_reference(t)}
         outside |= {name: tensor for name, tensor in outside_of(model, large).items() if name in ours}
-    return [*models, *companions, *_commit(base, models, outside, beside=True, companions=companions, in_use=in_use)]
+    data = _commit(base, models, outside, beside=True, companions=companions, in_use=in_use, check=check)
+    return [*models, *companions, *data]
 
 
 def _commit(
@@ -101,22 +129,46 @@ def _commit(
     beside: bool,
     companions: Mapping[Path, str | bytes | IO[bytes]],
     in_use: Collection[Path],
+    check: Check | None,
 ) -> list[Path]:
     """Write everything under temporary names, rename it, the models last, and return the new data file, if there is."""
     for model in models.values():
         drop_properties(model, (DATA_KEY,))  # that of the file it was opened from
     with staging_with(base, companions) as (stage, renames):
-        kept = set(in_use)
+        kept, beside_them = set(in_use), 0
         if beside and outside:
             temporary, data = _staged_data(stage, models.values(), outside)
             kept.add(data)
+            beside_them = temporary.stat().st_size
             outside = {}
             if data not in in_use:  # else it holds the same bytes, and its readers are not disturbed
                 renames.insert(0, (temporary, data))
-        for path, model in models.items():
-            renames.append((stage.write(partial(_write_message, model=model, outside=outside)), path))
+        staged = {path: stage.write(partial(_write_message, model=models[path], outside=outside)) for path in models}
+        if check is not None:
+            with _in_place(stage, renames, kept - set(in_use)):
+                for path, model in models.items():
+                    check(StagedModel(staged[path], path, model, staged[path].stat().st_size + beside_them))
+        renames += [(temporary, path) for path, temporary in staged.items()]
         stage.commit(renames, drop=lambda: data_files(stage.target) - kept)
     return sorted(kept - set(in_use))
+
+
+@contextmanager
+def _in_place(stage: Stage, renames: list[tuple[Path, Path]], data: Collection[Path]) -> Iterator[None]:
+    """Give a new data file its name, by which models refer to it, for the block; if that raises, remove it.
+
+    No other model refers to it, unless it was there before: its name is that of its content.
+    """
+    new = [(temporary, path) for temporary, path in renames if path in data and not path.exists()]
+    stage.commit(new)
+    for rename in new:
+        renames.remove(rename)
+    try:
+        yield
+    except BaseException:
+        for _, path in new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def places_of(tensors: Mapping[str, LargeTensor]) -> dict[str, tuple[int, int]]:

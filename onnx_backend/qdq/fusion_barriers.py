@@ -256,7 +256,7 @@ class _BarrierInserter:
         axis = attributes(maker).get("axis", 1) % len(weight.dims)
         for perm in reversed(moves):
             axis = perm.index(axis)
-        return axis != (0 if attributes(layer).get("transB") else len(weight.dims) - 1)
+        return bool(axis != (0 if attributes(layer).get("transB") else len(weight.dims) - 1))
 
     def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
         """Return True if a float bias is too large for the integers of the runtime's WeightBiasQuantization."""

@@ -10,7 +10,8 @@ import onnxruntime as ort
 from onnx import ValueInfoProto
 
 from onnx_backend.proto.weightless import dtype_name
-from qsdk.core.errors import DataError
+from onnx_backend.runtime.user_session import EndedProcessError, UserSession
+from qsdk.core.errors import DataError, ModelError
 from qsdk.progress import over_batches
 
 _TYPES: Mapping[str, Any] = {
@@ -121,15 +122,18 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
 
 
 def run_session(
-    session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]], where: str
+    session: ort.InferenceSession | UserSession, feeds: Mapping[str, npt.NDArray[Any]], where: str
 ) -> list[npt.NDArray[Any]]:
     """Run a session; return its outputs in order.
 
     Raises:
         DataError: the model does not take these arrays.
+        ModelError: it ends the process of the session.
     """
     try:
         return [np.asarray(value) for value in session.run(None, dict(feeds))]
+    except EndedProcessError as error:
+        raise ModelError(f"{error} on {where}; open the model at a lower level of graph optimization") from error
     except Exception as error:  # the runtime's own exception types are private
         shapes = ", ".join(f"{name}: {value.dtype} {value.shape}" for name, value in feeds.items())
         raise DataError(

@@ -1,7 +1,8 @@
 """Hand a model of any size to ONNX Runtime: weights that lie in files are mapped from there, not copied."""
 
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnxruntime as ort
@@ -43,14 +44,24 @@ def session_of(
         FileFormatError: a file that holds weights has changed since the model was opened, or was never opened.
         ExportError: the temporary file cannot be written.
     """
-    for key, value in providers.session_entries().items():
-        options.add_session_config_entry(key, value)
-    dtypes = ROUNDED if rounds_float16 else LACKING
+    with handed_over(model, ROUNDED if rounds_float16 else LACKING, most) as (given, entries):
+        for key, value in {**providers.session_entries(), **entries}.items():
+            options.add_session_config_entry(key, value)
+        return ort.InferenceSession(
+            given, options, providers=providers.for_session(), disabled_optimizers=list(disabled), enable_fallback=0
+        )
+
+
+@contextmanager
+def handed_over(
+    model: ModelProto, dtypes: Collection[str] = LACKING, most: int = SINGLE
+) -> Iterator[tuple[bytes, dict[str, str]]]:
+    """Yield the bytes of a model and the configuration entries for a session of it; see `session_of`."""
     if _stored_bytes(model) <= most // 2 or model.ByteSize() <= most:
-        return _session(_with_kernels(model, dtypes), options, disabled, providers)
+        yield _message(_with_kernels(model, dtypes))
+        return
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
-        spooled = spool_large_tensors(model, {}, Path(folder) / "weights")
-        return _session(_with_kernels(spooled, dtypes), options, disabled, providers)
+        yield _message(_with_kernels(spool_large_tensors(model, {}, Path(folder) / "weights"), dtypes))
 
 
 def _stored_bytes(model: ModelProto) -> int:
@@ -58,20 +69,11 @@ def _stored_bytes(model: ModelProto) -> int:
     return sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
 
 
-def _session(
-    model: ModelProto, options: ort.SessionOptions, disabled: tuple[str, ...], providers: Providers
-) -> ort.InferenceSession:
-    if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
-        model = _with_paths_from_root(model)
-        # the runtime takes only files below a folder of its own choice
-        options.add_session_config_entry(_FOLDER, Path.cwd().anchor)
-    return ort.InferenceSession(
-        model.SerializeToString(),
-        options,
-        providers=providers.for_session(),
-        disabled_optimizers=list(disabled),
-        enable_fallback=0,
-    )
+def _message(model: ModelProto) -> tuple[bytes, dict[str, str]]:
+    if all(tensor.data_location != TensorProto.EXTERNAL for tensor in model.graph.initializer):
+        return model.SerializeToString(), {}
+    # the runtime takes only files below a folder of its own choice
+    return _with_paths_from_root(model).SerializeToString(), {_FOLDER: Path.cwd().anchor}
 
 
 def _with_kernels(model: ModelProto, dtypes: Collection[str]) -> ModelProto:

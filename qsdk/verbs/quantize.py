@@ -220,6 +220,7 @@ def export(
     cache: Literal["float", "integer"] | None = None,
     format: Literal["onnx", "compressed-tensors"] = "onnx",
     max_shard_bytes: int | None = None,
+    check: bool = True,
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
@@ -240,11 +241,16 @@ def export(
         cache: `integer` takes and gives quantized keys and values as codes; None: floats, or as an opened file had it.
         format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
         max_shard_bytes: of a file of that folder; None for 5 GB.
+        check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
+            the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
+            cannot fail by it). What that session does differently, or why it was not asked, is `default_session` in
+            the summary.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
         ConfigError: an opset, a dialect or options that cannot be written.
-        ExportError: the folder cannot be written, torch cannot trace the model, or the format has no field for a site.
+        ExportError: the folder cannot be written, torch cannot trace the model, the format has no field for a site, or
+            the file does not load in an ordinary session, ends its process or computes something else in it.
 
     Examples:
         >>> import tempfile, torch, qsdk
@@ -266,7 +272,7 @@ def export(
         return write_compressed(sim, plan, encodings, path, format, max_shard_bytes, not_for_it)
     if max_shard_bytes is not None:
         raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
-    return with_notes(write_onnx(sim, plan, encodings, path, options), sim.bias_remarks())
+    return with_notes(write_onnx(sim, plan, encodings, path, {**options, "check": check}), sim.bias_remarks())
 
 
 def check_parity(

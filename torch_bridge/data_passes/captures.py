@@ -1,6 +1,7 @@
 """The tensors that parity compares: per batch, the values at every site, the model's inputs and its outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy.typing as npt
@@ -21,6 +22,27 @@ def captures(
     sim: QuantSim, data: Iterable[Any], *, forward: Forward | None, progress: bool
 ) -> Iterator[tuple[dict[str, Array], list[Array]]]:
     """Yield per batch: site or input name -> NumPy values as simulated, and the outputs in order."""
+    with _noted_inputs(sim) as seen:
+        for number, batch in progress_over(data, "parity", progress, skip_empty=False):
+            with sim.captured() as captured:
+                outputs = _run(sim, batch, forward, f"batch {number}", seen, captured)
+            yield {**seen, **captured}, outputs
+
+
+def run_once(sim: QuantSim, batch: Any) -> tuple[dict[str, Array], list[Array]]:
+    """Run a sim on a batch; return input name -> values, and the outputs in order.
+
+    Raises:
+        DataError: the model does not take it.
+    """
+    with _noted_inputs(sim) as seen:
+        outputs = _run(sim, batch, None, "the example", seen, {})
+        return dict(seen), outputs
+
+
+@contextmanager
+def _noted_inputs(sim: QuantSim) -> Iterator[dict[str, Array]]:
+    """Yield a mapping into which every call of the model writes its inputs, by name."""
     seen: dict[str, Array] = {}
 
     def note_inputs(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -30,16 +52,20 @@ def captures(
 
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
     try:
-        for number, batch in progress_over(data, "parity", progress, skip_empty=False):
-            with eval_mode(sim.model), sim.captured() as captured, torch.no_grad():
-                whole = batch if forward is not None else _with_cache(sim, batch)
-                seen.clear()
-                captured.clear()  # what filled the cache was a call of its own
-                outputs = feed(sim.model, whole, sim.example, forward, f"batch {number}")
-            tensors = tensors_of(outputs, caches=sim.example.has_cache)
-            yield {**seen, **captured}, [to_numpy(tensor) for tensor in tensors]
+        yield seen
     finally:
         handle.remove()
+
+
+def _run(
+    sim: QuantSim, batch: Any, forward: Forward | None, where: str, seen: dict[str, Array], captured: dict[str, Array]
+) -> list[Array]:
+    with eval_mode(sim.model), torch.no_grad():
+        whole = batch if forward is not None else _with_cache(sim, batch)
+        seen.clear()
+        captured.clear()  # what filled the cache was a call of its own
+        outputs = feed(sim.model, whole, sim.example, forward, where)
+    return [to_numpy(tensor) for tensor in tensors_of(outputs, caches=sim.example.has_cache)]
 
 
 def _with_cache(sim: QuantSim, batch: Any) -> Any:

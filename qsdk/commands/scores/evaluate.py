@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy.typing as npt
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.other_runtimes.choose import open_in
@@ -17,12 +16,12 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtime.compare_runs import unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, run_session
-from onnx_backend.runtime.session_input import session_of
+from onnx_backend.runtime.user_session import EndedProcessError, UserSession, user_session
 from onnx_backend.validation.validate import validate
 from qsdk.commands.batches import batches_of_options, source_in_words
 from qsdk.commands.printing import show
 from qsdk.commands.scores.metric import Scorer, scorer_of_options
-from qsdk.core.errors import ConfigError, FileFormatError, ModelError, QsdkError
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.report import Report
 
 
@@ -53,17 +52,13 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _session(path: str) -> ort.InferenceSession:
+def _session(path: str) -> UserSession:
     """Open a session with the runtime's own settings, as an application would."""
     model = load(path)
     _require_float_edges(model, path)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        return session_of(model, options)
-    except QsdkError:
-        raise
-    except Exception as error:  # the runtime's own exception types are private
+        return user_session(model)
+    except (EndedProcessError, RuntimeError) as error:
         raise FileFormatError(unloadable_message(path, error)) from error
 
 
@@ -103,5 +98,5 @@ def _require_float_edges(model: ModelProto, path: str) -> None:
         )
 
 
-def _run(session: ort.InferenceSession, batch: Any) -> list[npt.NDArray[Any]]:
+def _run(session: UserSession, batch: Any) -> list[npt.NDArray[Any]]:
     return run_session(session, as_feeds(batch, session.get_inputs(), "the batch"), "the batch")

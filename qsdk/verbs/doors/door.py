@@ -11,6 +11,7 @@ import numpy.typing as npt
 from onnx import ModelProto
 from torch import Tensor
 
+from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
@@ -180,6 +181,14 @@ class Door(Protocol):
         self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
     ) -> Report:
         """Compare an opened Q/DQ model with the sim, site by site."""
+        ...
+
+    def run_example(self, model: ModelProto) -> ExampleRun | str:
+        """Run the sim on its example, or on values of the sizes that it had; or return why that does not go.
+
+        Args:
+            model: a file of the sim, which says what it takes.
+        """
         ...
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:

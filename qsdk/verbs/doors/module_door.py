@@ -12,12 +12,13 @@ import numpy.typing as npt
 from onnx import ModelProto
 from torch import Tensor
 
+from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel, open_traced
 from onnx_backend.parity import parity
 from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.parity.teacher import RunOn
 from qsdk.algorithms import ranks
-from qsdk.core.errors import ExportError
+from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import norms_to_json
 from qsdk.core.layers.layer_walk import Walk
@@ -35,6 +36,7 @@ from torch_bridge import calibrate, given_weights, saved, stored_values
 from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites, visit_tensors
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import relu6
+from torch_bridge.torch_values.module_state import restoring_state
 from torch_bridge.torch_values.rotated_modules import online_rotations
 from torch_bridge.walk import batch_norm_statistics, layer_walk
 from torch_bridge.wrapping.pretrained import weights_digest
@@ -207,6 +209,16 @@ class ModuleDoor:
         moves = (d.site for d in self.sim.plan.decisions.values() if d.passes_through or d.tied_dynamically)
         moving = frozenset(moves if self.sim.example.has_cache else ())
         return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime), moving)
+
+    def run_example(self, model: ModelProto) -> ExampleRun | str:
+        """Run the module once; what the run changes in it, counters or random numbers, is put back."""
+        example = self.sim.current_example
+        try:
+            with restoring_state(self.sim.model):
+                feeds, outputs = captures.run_once(self.sim, example)
+        except QsdkError as error:
+            return str(error)
+        return ExampleRun(example, feeds, outputs)
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], *, weights: bool = True) -> None:
         """Write the state_dict, or its digest alone, and the example that the model was traced with."""

@@ -14,14 +14,18 @@ from torch import Tensor
 
 from onnx_backend import given_weights, saved
 from onnx_backend.data_passes import outputs, quantizing_only, relu6, stored_by_name, visit_sites
+from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
+from onnx_backend.passes.fixed_shapes import with_shapes
+from onnx_backend.proto.inputs import noted_example
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
+from onnx_backend.runtime.random_feeds import random_feeds
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
 from qsdk.algorithms.graph_in_torch.run_graph import run_graph, unsupported_ops
 from qsdk.algorithms.on_grid import fake_quantize
-from qsdk.core.errors import ConfigError
+from qsdk.core.errors import ConfigError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
 from qsdk.core.numerics.encoding import Encoding
@@ -177,6 +181,16 @@ class OnnxDoor:
         """Compare in a session of the sim per batch."""
         require_no_forward(forward)
         return self.sim.check_parity(model, data, progress=progress, runtime=runtime)
+
+    def run_example(self, model: ModelProto) -> ExampleRun | str:
+        """Run the session on random values, of the sizes of the example where the model has noted those."""
+        problem = "no values of the types of its inputs can be made"
+        for feeds in random_feeds(with_shapes(model, noted_example(model), least=0)):
+            try:
+                return ExampleRun(feeds, feeds, self.sim.run(feeds))
+            except QsdkError as error:
+                problem = str(error)
+        return problem
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
         """Write the model, and those initializers of the user that verbs have replaced."""

@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from onnx import ModelProto
 
+from onnx_backend.data_passes.written_file import check_written
 from onnx_backend.export import write_model
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.passes.integer_cache import has_integer_cache
+from onnx_backend.proto.write_file import StagedModel
 from onnx_backend.sim import OnnxSim
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
@@ -18,7 +21,10 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.ties import cache_edges
 from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Door
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
+
+_OPENED_BY_ONNXRUNTIME = ("onnxruntime", "onnx")
 
 
 def write_onnx(
@@ -35,6 +41,8 @@ def write_onnx(
     traced = door.traced()
     integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
+    said: dict[str, str] = {}
+    checked = options["check"] and options["dialect"] in _OPENED_BY_ONNXRUNTIME
     report = write_model(
         traced.model,
         plan,
@@ -45,15 +53,33 @@ def write_onnx(
         weights=traced.weights,
         in_use=door.files_read(),
         integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
-        **{name: value for name, value in options.items() if name != "cache"},
+        check=partial(_check, door, said, options["dialect"] == "onnxruntime") if checked else None,
+        **{name: value for name, value in options.items() if name not in ("cache", "check")},
     )
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
-    return Report(report.title, report.rows, {**report.summary, **lacking})
+    found = "; ".join(f"{name}: {text}" for name, text in said.items()) if len(said) > 1 else "".join(said.values())
+    said_last = {"default_session": found} if found else {}
+    return Report(report.title, report.rows, {**report.summary, **lacking, **said_last})
 
 
 def _is_output(note: str) -> bool:
     """Return whether a note is about an output of the module that the file lacks."""
     return note.startswith("output ")
+
+
+def _check(door: Door, said: dict[str, str], strict: bool, file: StagedModel) -> None:
+    """Open a file that is about to be written as a user does, and note what that says.
+
+    Raises:
+        ExportError: it is wrong there.
+    """
+
+    def parity(opened: ModelProto, batch: Any) -> Report:
+        return door.check_parity(opened, [batch], None, False, "onnxruntime")
+
+    found = check_written(file, lambda: door.run_example(file.model), parity, strict=strict)
+    if found:
+        said[file.path.name] = found
 
 
 def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import onnxruntime as ort
 
 from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.runtime import user_session
 
 FUSION = "QDQSelectorActionTransformer"
 
@@ -24,9 +26,11 @@ def exact_sessions() -> Iterator[None]:
         options["disabled_optimizers"] = {*(options.get("disabled_optimizers") or ()), FUSION}
         original(self, *arguments, **options)
 
+    opened = user_session._opened  # in the other process
     if products_saturate():
         ort.InferenceSession.__init__ = exact
+        user_session._opened = partial(opened, disabled=[FUSION])
     try:
         yield
     finally:
-        ort.InferenceSession.__init__ = original
+        ort.InferenceSession.__init__, user_session._opened = original, opened

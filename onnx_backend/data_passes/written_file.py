@@ -1,0 +1,217 @@
+"""The last act of an export: open the written file as a user does, and compare what it gives with the simulation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnx_backend.data_passes.overflow import overflow_reason
+from onnx_backend.opening.normalize_qdq import normalize_qdq
+from onnx_backend.parity.float_outputs import NoisyRuns, verdict
+from onnx_backend.parity.tally import Noise
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.lazy_tensors import is_stub
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.subgraphs import all_nodes
+from onnx_backend.proto.weightless import dtype_name
+from onnx_backend.proto.write_file import StagedModel
+from onnx_backend.qdq.fusion_barriers import HALVES, needed_options
+from onnx_backend.qdq.islands.narrow import as_simulated
+from onnx_backend.qdq.kernel_casts import has_other_floats
+from onnx_backend.runtime.compare_runs import RANDOM_OPS
+from onnx_backend.runtime.feeds import as_declared
+from onnx_backend.runtime.providers import CPU_ONLY
+from onnx_backend.runtime.user_session import EndedProcessError, Level, UserSession, user_session
+from qsdk.core.errors import ExportError, QsdkError
+from qsdk.core.numerics import affine
+from qsdk.core.report import Report
+
+Array = npt.NDArray[Any]
+_MOST = 2**30  # bytes of a file; a session takes two to three times as much
+_FEW = 2**24  # bytes of a file for which more threads than one take longer to start than they save
+_LOWER: tuple[Level, ...] = ("extended", "basic", "none")
+_NAMES = {"extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC", "none": "ORT_DISABLE_ALL"}
+
+
+@dataclass(frozen=True)
+class ExampleRun:
+    """One run of a sim.
+
+    Attributes:
+        batch: that the sim was run on.
+        feeds: its values, by the names of a file's inputs.
+        outputs: of the simulation, in graph order.
+    """
+
+    batch: Any
+    feeds: Mapping[str, Array]
+    outputs: Sequence[Array]
+
+
+Run = Callable[[], ExampleRun | str]
+Parity = Callable[[ModelProto, Any], Report]
+
+
+class _WrongError(Exception):
+    """What an ordinary session does with a file that is wrong there."""
+
+
+class _UnloadableError(_WrongError):
+    """Why there is no ordinary session of a file."""
+
+
+def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) -> str:
+    """Open a file in an ordinary session, and compare its outputs with those of the simulation.
+
+    Where rounding alone does not explain a difference of the outputs, every site is compared, fed with the simulation's
+    values: in the runtime's kernels a site may be a step off, and a network makes more of it on the way to its outputs.
+
+    Args:
+        file: as written.
+        run: runs the sim, or says why it cannot.
+        parity: compares an opened model with the sim in such sessions, on a batch.
+        strict: the file must be right there; else what is wrong is said.
+
+    Returns:
+        What the session does differently, or why it was not asked; "" if it computes what the sim does.
+
+    Raises:
+        ExportError: the file does not load, ends the process, or computes something else.
+    """
+    if file.size > _MOST:
+        return f"not opened: {file.size:,} bytes, and up to {_MOST:,} are; qsdk parity {file.path.name} compares it"
+    try:
+        return _compared(file, run, parity)
+    except _WrongError as error:
+        found = f"in an ordinary session of ONNX Runtime {ort.__version__} it {error}"
+        if not strict:
+            return found
+        lower_ones = _LOWER if isinstance(error, _UnloadableError) else ()
+        level = next((level for level in lower_ones if _opens(file.staged, level)), None)
+        lower = f", for sessions at {_NAMES[level]}" if level else ""
+        raise ExportError(
+            f"{file.path} was not written: {found}; leave the layer float by set_precision, or write the file as it is "
+            f"with check=False{lower}"
+        ) from error
+
+
+def _compared(
+    file: StagedModel, run: Callable[[], ExampleRun | str], parity: Callable[[ModelProto, Any], Report]
+) -> str:
+    session, example = _opened(file), run()
+    if isinstance(example, str):
+        return f"opened, and not run: {example}"
+    edges = {edge.name: edge for edge in session.get_inputs()}
+    feeds = {name: as_declared(value, edges[name].type) for name, value in example.feeds.items() if name in edges}
+    misfit = next((name for name in edges if name not in feeds or not _fits(feeds[name], edges[name])), None)
+    if misfit is not None:
+        return f"opened, and not run: the example does not fit its input {misfit!r}"
+    try:
+        got = session.run(None, feeds)
+    except (EndedProcessError, RuntimeError) as error:
+        raise _WrongError(f"does not run on the example: {_words(error, file)}") from error
+    if any(node.op_type in RANDOM_OPS for node in all_nodes(file.model.graph.node)):
+        return "run, and not compared: the model draws random numbers"
+    if _as_simulated(file.model, got, example.outputs):
+        return ""
+    opened = normalize_qdq(load(file.staged))
+    try:
+        report = parity(opened, example.batch)
+    except QsdkError as error:
+        raise _WrongError(f"cannot be compared with the sim: {error}") from error
+    apart = partial(_apart, got, example)
+    wrong = [row for row in report.rows if row.get("note") or row["max_lsb"] > 1]
+    try:
+        explained = not wrong and _explained(opened, feeds, got, example.outputs)
+    except QsdkError as error:
+        return f"{apart()}; what rounding explains cannot be measured: {error}"
+    if explained:
+        return f"{apart()}: each site is within a step of it, and roundings that turned add up on the way"
+    worst = max(wrong, key=lambda row: (bool(row.get("note")), row["max_lsb"]), default=None)
+    if worst is None and needed_options(opened):
+        return f"{apart()}: open it with the entries that session_options names"
+    if (worst is None or not worst.get("note")) and has_other_floats(opened, HALVES):
+        return f"{apart()}: the runtime rounds float16 and bfloat16 at other places{_shown(worst)}"
+    if reason := overflow_reason(opened):
+        return f"{apart()}: {reason}"
+    raise _WrongError(f"computes something else than the simulation{_shown(worst) or ': ' + apart()}")
+
+
+def _explained(model: ModelProto, feeds: Mapping[str, Array], got: Sequence[Array], wanted: Sequence[Array]) -> bool:
+    """Return True if the outputs are no further off than steps at the sites and float rounding bring about."""
+    whole = as_simulated(model)
+    types = {value.name: dtype_name(value.type.tensor_type.elem_type) for value in whole.graph.output}
+    noisy = NoisyRuns(whole, list(types), CPU_ONLY, steps=True).run(feeds, dict(zip(types, wanted, strict=True)))
+    return all(
+        verdict(left, np.asarray(right), noisy[name], types[name]).passed
+        for name, left, right in zip(types, got, wanted, strict=True)
+    )
+
+
+def _apart(got: Sequence[Array], example: ExampleRun) -> str:
+    noise = Noise()
+    noise.add(got, example.outputs)
+    return f"{noise.decibels():.1f} dB from the simulation at the outputs"
+
+
+def _shown(row: Mapping[str, Any] | None) -> str:
+    """Return what is wrong at the worst site, if one is."""
+    return f", {row['site']}: {row.get('note') or format(row['max_lsb'], 'g') + ' steps off'}" if row else ""
+
+
+def _opened(file: StagedModel) -> UserSession:
+    options = {"intra_op_num_threads": 1} if file.size < _FEW else {}
+    try:
+        return user_session(file.staged, options=options)
+    except (EndedProcessError, RuntimeError) as error:
+        raise _UnloadableError(f"does not load: {_words(error, file)}") from error
+
+
+def _opens(path: Path, level: Level) -> bool:
+    try:
+        user_session(path, level=level, options={"intra_op_num_threads": 1})
+    except (EndedProcessError, RuntimeError):
+        return False
+    return True
+
+
+def _words(error: Exception, file: StagedModel) -> str:
+    return " ".join(str(error).replace(file.staged.name, file.path.name).split())
+
+
+def _fits(value: Array, edge: Any) -> bool:
+    """Return True if an input takes an array as it is."""
+    sizes, narrow = edge.shape, edge.type == "tensor(bfloat16)"
+    if len(sizes) != value.ndim or any(isinstance(n, int) and n != m for n, m in zip(sizes, value.shape, strict=True)):
+        return False
+    wanted = {"float": "float32", "double": "float64"}.get(name := edge.type[len("tensor(") : -1], name)
+    return narrow or value.dtype.name == wanted or (wanted == "string" and value.dtype == object)
+
+
+def _as_simulated(model: ModelProto, got: Sequence[Array], wanted: Sequence[Array]) -> bool:
+    """Return True if every output is within a step of its site, or, where it is none, within float rounding."""
+    makers, stored = producers(model.graph.node), initializers(model.graph)
+    if not len(got) == len(wanted) == len(model.graph.output):
+        return False
+    for value, left, right in zip(model.graph.output, got, wanted, strict=True):
+        maker = makers.get(value.name)
+        scale = stored.get(maker.input[1]) if maker is not None and maker.op_type == "DequantizeLinear" else None
+        found = verdict(left, np.asarray(right), (), dtype_name(value.type.tensor_type.elem_type))
+        if found.passed:
+            continue
+        if found.problem or maker is None or scale is None or is_stub(scale):
+            return False
+        facts = attributes(maker)
+        axis = facts.get("axis", 1) if len(scale.dims) else None
+        step = affine.align(array(scale).astype(np.float64), left.shape, axis, facts.get("block_size") or None)
+        if (np.abs(left.astype(np.float64) - right.astype(np.float64)) > 1.001 * step).any():
+            return False
+    return True
