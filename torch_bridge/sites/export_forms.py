@@ -4,7 +4,7 @@ It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axe
 `dim=None` it writes an op without its input. Of a softmax or mean with `dtype=` it casts the result, which was
 computed in the dtype of the input, where torch casts the input. A dropout that drops nothing returns its very argument;
 traced as an op, what is written into its result would be missing from the argument; so would what is written into an
-einsum that only moves the axes of its operand, which torch returns as a view.
+einsum that only moves the axes of its operand, which torch returns as a view. Of an embedding of bags it writes a Loop.
 """
 
 from collections.abc import Callable, Mapping
@@ -85,6 +85,43 @@ def _mean(input: Tensor, dim: None = None, keepdim: bool = False, *, dtype: torc
     return torch.mean(input, tuple(range(input.dim())), keepdim, dtype=dtype)
 
 
+def _embedding_bag(
+    input: Tensor,  # torch's names, since they may come by keyword
+    weight: Tensor,
+    offsets: None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Return `F.embedding_bag` of indices [bags, length] as a look-up and a sum, mean or maximum of each bag."""
+    rows = F.embedding(input, weight)
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[..., None]
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.amax(1)
+    kept = (input != padding_idx % len(weight))[..., None]
+    if mode == "max":
+        return torch.where(kept.any(1), rows.masked_fill(~kept, -torch.inf).amax(1), 0.0)
+    total = torch.where(kept, rows, 0.0).sum(1)
+    return total if mode == "sum" else total / kept.to(total.dtype).sum(1).clamp(min=1.0)
+
+
+def _is_of_bags(input: Tensor, *args: Any, max_norm: float | None = None, **_: Any) -> bool:
+    """Return whether the indices of `F.embedding_bag` are [bags, length], and no row of the table is rescaled."""
+    return input.dim() == 2 and max_norm is None and (len(args) < 3 or args[2] is None)
+
+
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `F.bilinear` as a batch of matrix products with the stored weight [out, in1, in2], and a sum."""
+    rows = torch.matmul(weight, input2[..., None, :, None])[..., 0]
+    result = (rows * input1[..., None, :]).sum(-1)
+    return result if bias is None else result + bias
+
+
 def _given(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return input
 
@@ -154,6 +191,10 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return _native_batch_norm
     if func is torch.einsum and _moves_axes(args):
         return _einsum_of_views
+    if func is F.embedding_bag and _is_of_bags(*args, **kwargs):
+        return _embedding_bag
+    if func is F.bilinear:
+        return _bilinear
     if func in _DROPOUTS and not _drops(*args, **kwargs):
         return _given
     if func in _AVERAGES and (args[6] if len(args) > 6 else kwargs.get("divisor_override")) is not None:

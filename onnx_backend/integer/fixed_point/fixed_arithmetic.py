@@ -93,7 +93,8 @@ def require_unmasked(value: FixedPoint) -> FixedPoint:
         raise Refused("its input was divided by a tensor that can be 0", "clip the divisor away from 0")
     if value.masked:
         raise Refused(
-            "minus infinity was added to its input", "put a QuantizeLinear/DequantizeLinear pair in front of it"
+            "minus infinity was added to its input",
+            "compute it first and choose afterwards, as in where(mask, exp(x), 0), or name it in allow_float",
         )
     return value
 

@@ -21,7 +21,11 @@ _BRANCHES = (
     "fix the input that decides it when the float model is quantized: quantize(..., inputs={name: value}), or export "
     "the model with the condition fixed, or split the model there",
 )
-_SEQUENCE = ("it works on a list of tensors", "export the model with separate tensors, Split or Concat instead")
+_SEQUENCE = (
+    "it works on a list of tensors",
+    "export the model with separate tensors, Split or Concat instead; where this is an nn.EmbeddingBag with offsets, "
+    "give it indices [bags, length], with padding_idx where a bag is shorter",
+)
 _COMPOSED = (
     "it was left in one piece, because allow_float names another node of its type",
     "name all nodes of this type in allow_float, or none",

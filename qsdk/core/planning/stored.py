@@ -6,7 +6,7 @@ from dataclasses import replace
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Shape
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph.graph import Tensor
+from qsdk.core.graph.graph import Graph, Tensor
 from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
 from qsdk.core.numerics.spec import (
     Granularity,
@@ -266,7 +266,7 @@ def _explain_rest(
                 f"a parameter of {group.name if group and group.roles else op_type} that has no integer form of its own"
             )
         if readers and op_type in PASS_THROUGH:
-            reason = f"{op_type} hands it on to a site"
+            reason = _reason_of_moved(graph, tensor, op_type)
         made = graph.ops[readers[0]].outputs if readers else ()
         if made and made[0] in context.steers:
             reason = f"a part of {context.steers[made[0]]}"
@@ -275,3 +275,14 @@ def _explain_rest(
             reason = f"a view of {graph.tensors[root].site or graph.tensors[root].name}"
         site = facts.site or f"({facts.name})"
         decisions[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape, tensor_type=facts.dtype)
+
+
+def _reason_of_moved(graph: Graph, tensor: int, op_type: str) -> str:
+    """Return why a stored tensor stays float that ops move: they hand it on to a site, or to an op that computes."""
+    current = tensor
+    while (readers := graph.consumers[current]) and graph.ops[readers[0]].type in PASS_THROUGH:
+        current = graph.ops[readers[0]].outputs[0]
+        if graph.tensors[current].site is not None:
+            return f"{op_type} hands it on to a site"
+    reader = f" before {graph.ops[readers[0]].type} reads it" if readers else ""
+    return f"{op_type} moves it{reader}; what an op reads as it is stored, or transposed, is quantized"

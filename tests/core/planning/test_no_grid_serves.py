@@ -10,6 +10,7 @@ from float_files import float_onnx
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
+import qsdk
 from qsdk.core.config.config import w8a8
 from qsdk.verbs.files import load, save
 from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
@@ -207,3 +208,35 @@ def test_a_root_of_what_a_guard_keeps_above_0_has_finite_gradients(root: str):
     with sim.training(learn_scales=True) as trained:
         trained(x).square().mean().backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in trained.parameters())
+
+
+class HiddenByInfinity(nn.Module):
+    """The sums over segments of a state space model, and the maximum over what a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = self.first(x).cumsum(-1)
+        between = decay[..., :, None] - decay[..., None, :]
+        below = torch.ones(6, 6, dtype=torch.bool).tril()
+        weights = torch.exp(between.masked_fill(~below, -torch.inf).transpose(-1, -2).clamp(max=0.0))
+        return self.last(weights.mean(-1) + between.masked_fill(~below, -torch.inf).amax(-1))
+
+
+def test_what_a_mask_of_minus_infinity_hides_is_float_and_the_rest_is_calibrated(tmp_path):
+    torch.manual_seed(0)
+    model, x = HiddenByInfinity().eval(), torch.randn(16, 6)
+    wanted = model(x).detach().numpy()
+    for sim in sims(model, x):
+        assert reasons(sim, "the model writes an infinity into it")[:3] == ["Where", "Transpose", "Clip"]
+        assert decibels(wanted, outputs(sim, x)) > 25
+        qsdk.export(sim, tmp_path / "model.onnx")
+        assert qsdk.check_parity(sim, tmp_path / "model.onnx", [(x,)], progress=False).summary["passed"]
+
+
+def test_infinities_in_the_data_are_refused_as_before():
+    sim = qsdk.quantize(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(4, 6))
+    with pytest.raises(qsdk.DataError, match="NaN or inf at the site input:input in batch 0"):
+        qsdk.calibrate(sim, [torch.full((4, 6), torch.inf)], progress=False)

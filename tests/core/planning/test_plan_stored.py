@@ -212,3 +212,14 @@ def test_blocks_do_not_run_along_an_axis_of_one():
     b = GraphBuilder()
     y = b.op("Conv", [b.input(), b.stored("dw:weight", (3, 1, 3, 3))], "dw:output", group=3)
     assert spec_of(make_plan(b.graph(y), w4a8(block_size=16)), "dw:weight").granularity == PerChannel(0)
+
+
+def test_a_matrix_that_is_reshaped_before_a_product_is_float_with_a_true_reason():
+    reasons = {}
+    for name in ("", "m/reshape.0:output"):
+        b = GraphBuilder()
+        moved = b.op("Reshape", [b.stored("m:weight", (2, 3, 4)), b.stored("shape", (2,))], name or None)
+        y = b.op("MatMul", [b.input(), moved], "m:output")
+        reasons[name] = site(make_plan(b.graph(y), w8a8()), "m:weight").reason
+    assert reasons[""].startswith("Reshape moves it before MatMul reads it; what an op reads as it is stored")
+    assert reasons["m/reshape.0:output"] == "Reshape hands it on to a site"

@@ -240,3 +240,61 @@ def test_what_may_be_something_else_out_of_place_stays(function):
     assert changing(graph)
     assert not make_functional(graph)
     assert str(graph) == before
+
+
+class Bags(nn.Module):
+    def __init__(self, mode: str, padding: int | None) -> None:
+        super().__init__()
+        self.table, self.last = nn.EmbeddingBag(9, 6, mode=mode, padding_idx=padding), nn.Linear(6, 3)
+
+    def forward(self, index):
+        return self.last(self.table(index))
+
+
+@pytest.mark.parametrize(("mode", "padding"), [("sum", None), ("mean", -1), ("max", 0)])
+def test_an_embedding_of_bags_is_a_look_up_and_a_reduction_and_becomes_integers(mode: str, padding: int, tmp_path):
+    torch.manual_seed(0)
+    model, index = Bags(mode, padding).eval(), torch.randint(0, 9, (5, 4))
+    index[0], index[1, :2] = (8 if padding == -1 else 0), (8 if padding == -1 else 0)
+    sim = qsdk.quantize(model, index)
+    qsdk.calibrate(sim, [index], progress=False)
+    path = tmp_path / "model.onnx"
+    qsdk.export(sim, path)
+    assert "Loop" not in {node.op_type for node in onnx.load(path).graph.node}
+    assert qsdk.check_parity(sim, path, [index], progress=False).summary["passed"]
+    torch.testing.assert_close(sim(index), model(index), atol=0.05, rtol=0.05)
+    assert qsdk.to_integer(path, tmp_path / "integer.onnx", progress=False).summary["float_tensors"] == 0
+
+
+def test_bags_with_offsets_are_exported_and_refused_as_integers_in_the_modules_words(tmp_path):
+    bags = nn.EmbeddingBag(9, 6, mode="sum")
+    given = (torch.randint(0, 9, (7,)), torch.tensor([0, 3, 4]))
+    sim = qsdk.quantize(bags, given, dynamic_shapes={})
+    qsdk.calibrate(sim, [given], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    with pytest.raises(qsdk.IntegerError, match=r"EmbeddingBag with offsets, give it indices \[bags, length\]"):
+        qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "integer.onnx", progress=False)
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Bilinear(6, 5, 3)
+
+    def forward(self, left, right):
+        return self.score(left, right)
+
+
+def test_the_weight_of_a_bilinear_is_quantized_and_becomes_integers(tmp_path):
+    torch.manual_seed(0)
+    model, given = Scored().eval(), (torch.randn(4, 2, 6), torch.randn(4, 2, 5))
+    sim = qsdk.quantize(model, given)
+    assert {row["site"]: row["state"] for row in sim.coverage().rows}["score:weight"] == "quantized"
+    qsdk.calibrate(sim, [given], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [given], progress=False).summary["passed"]
+    torch.testing.assert_close(sim(*given), model(*given), atol=0.05, rtol=0.05)
+    assert (
+        qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "integer.onnx", progress=False).summary["float_tensors"]
+        == 0
+    )
