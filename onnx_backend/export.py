@@ -29,7 +29,7 @@ from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import Check, write_file, write_sharing
 from onnx_backend.qdq.code_tables import look_up_codes
 from onnx_backend.qdq.frozen import mark_frozen
-from onnx_backend.qdq.fusion_barriers import needed_options
+from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_options
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
 from onnx_backend.validation.validate import require_readable
@@ -174,6 +174,8 @@ def _form(
         parts: of several files that are written; None for one. Several have no open axis.
     """
     sizes = _fix_sizes(model, shapes, dialect, required=parts is not None or writing_of(dialect).fixed_sizes)
+    if writing_of(dialect).off_codes and open_inputs(model):
+        keep_constants_apart(model)
     narrow_islands(model, dialect)
     if writing_of(dialect).for_onnxruntime:
         look_up_codes(model)

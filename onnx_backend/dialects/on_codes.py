@@ -6,7 +6,14 @@ pool that counts its padding takes the code 0 for the number 0; a Pad of a singl
 pair in front in place, and so that of every pair that shares it; a Clip behind the pair of a layer moves in front of
 that pair, and its bounds to the next code. Those are right behind a Max with minus
 infinity; a GRU and an LSTM behind 8 bits are not: they do not compile, or are wrong.
+
+With open axes it takes one constant for all channels: its CPU plug-in merges a product or a sum with constants into the
+rounding behind it (FusePerformedAsScaleShiftAndFakeQuantize), which then stands alone and reads the first of them. A
+layer adds its bias so where something else reads its product, and what reads sizes may be moved there from anywhere.
+All of it is right with a LeakyRelu of slope 1 in front of the QuantizeLinear, which joins the layer's kernel.
 """
+
+import math
 
 from onnx import NodeProto
 
@@ -19,6 +26,10 @@ from qsdk.core.graph.op_facts import EXTREMES, LINEAR, MOVEMENTS
 _MOVES = MOVEMENTS | EXTREMES | {"Clip", "Concat", "Dropout", "Pad", "Relu"}
 #: ops that are right behind 16 bits alone
 RECURRENT = frozenset({"GRU", "LSTM"})
+#: ops between constants and a rounding that do not keep the runtime from merging them
+_MERGED = MOVEMENTS | {"Clip", "Dropout"}
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
+_BIAS = 2  # input of a layer
 _ON_A_CODE = 1e-3  # steps
 _LARGEST_CODE = 255  # of 8 bits; what lies beyond bounds nothing
 _LAST_OF_THREE = 2  # an axis beyond it is that of a tensor of four axes or more, whose means are right
@@ -54,6 +65,23 @@ def is_wrong_on_codes(node: NodeProto, known: Readers) -> bool:
         is_constant = attrs.get("mode", "constant") == "constant"
         return is_constant and _pads_one_axis(node, known) and _shares_constants(node, known)
     return node.op_type == "ReduceSum"
+
+
+def is_behind_constants(quantize: NodeProto, known: Readers) -> bool:
+    """Return True if with open axes OpenVINO may add the first of several biases or constants in front of a pair."""
+    maker = known.makers.get(quantize.input[0])
+    while maker is not None and maker.op_type in _MERGED:
+        maker = known.makers.get(maker.input[0])
+    if maker is None or maker.op_type in LINEAR:
+        return maker is not None and len(maker.input) > _BIAS and bool(maker.input[_BIAS])
+    return maker.op_type in _ARITHMETIC and any(_is_vector(name, known) for name in maker.input)
+
+
+def _is_vector(name: str, known: Readers) -> bool:
+    """Return True for a stored tensor, quantized or not, of more than one element."""
+    maker = known.makers.get(name)
+    stored = known.stored.get(maker.input[0] if maker is not None and maker.op_type == "DequantizeLinear" else name)
+    return stored is not None and math.prod(stored.dims) > 1
 
 
 def _has_bounds_between_codes(node: NodeProto, known: Readers) -> bool:

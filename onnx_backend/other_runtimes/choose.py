@@ -26,3 +26,13 @@ def open_in(runtime: str, model: ModelProto) -> Runner:
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime={runtime!r} is unknown; choose one of {', '.join(RUNTIMES)}")
     return RUNTIMES[runtime](model)
+
+
+def open_part(runtime: str, model: ModelProto) -> Runner:
+    """Open a part of a model, whose inputs may lack a rank: compiled for the sizes of the values that it is run on.
+
+    Raises:
+        ConfigError: as `open_in`.
+        ModelError: as `open_in`.
+    """
+    return OpenVinoRunner(model, fixed_sizes=True) if runtime == "openvino" else open_in(runtime, model)

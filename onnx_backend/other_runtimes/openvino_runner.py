@@ -28,12 +28,12 @@ class OpenVinoRunner:
         request: its `InferRequest`, which holds the counters of a model that is compiled with `PERF_COUNT`.
     """
 
-    def __init__(self, model: ModelProto, *, fixed_sizes: bool = True, **options: Any) -> None:
+    def __init__(self, model: ModelProto, *, fixed_sizes: bool = False, **options: Any) -> None:
         """Keep a model until its first run.
 
         Args:
             model: it is not changed.
-            fixed_sizes: compile it for the sizes that it is run on; else once, as it is written.
+            fixed_sizes: compile it for the sizes that it is run on; else once, as it is written, with its open axes.
             options: OpenVINO's own properties to compile it with.
 
         Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.calibration.stored_tensors import stored_names
-from onnx_backend.dialects.dialect import Dialect
+from onnx_backend.dialects.dialect import Dialect, writing_of
 from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
@@ -19,8 +19,10 @@ from onnx_backend.parity.tally import Tally, lsb
 from onnx_backend.passes.empty_inputs import leave_out
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import input_names
+from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub
 from onnx_backend.proto.opsets import OPSET, opset_of
+from onnx_backend.qdq.fusion_barriers import keep_constants_apart
 from onnx_backend.qdq.insert import lower
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
@@ -66,7 +68,13 @@ def expected_model(
     opset = version if version in _OPSETS else OPSET
 
     def form(dialect: Dialect) -> Callable[[], LoweredModel]:
-        return lambda: lower(traced.model, plan, encodings, opset=opset, dialect=dialect, weights=traced.weights)
+        def make() -> LoweredModel:
+            found = lower(traced.model, plan, encodings, opset=opset, dialect=dialect, weights=traced.weights)
+            if writing_of(dialect).off_codes and open_inputs(model):
+                keep_constants_apart(found.model)
+            return found
+
+        return make
 
     as_opened = () if opened is None else (lambda: LoweredModel(opened, {}, []),)
     decisions = plan.decisions

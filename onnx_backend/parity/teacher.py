@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 from onnx import ModelProto
 
-from onnx_backend.other_runtimes.choose import open_in
+from onnx_backend.other_runtimes.choose import open_in, open_part
 from onnx_backend.other_runtimes.runner import Runner
 from onnx_backend.parity.cuts import Cut, cut_at_values, cut_model
 from onnx_backend.parity.float_outputs import NoisyRuns
@@ -35,14 +35,16 @@ class RunOn:
     providers: Providers = CPU_ONLY
     runtime: str | None = None
 
-    def open(self, model: ModelProto) -> Runner:
-        """Open a model.
+    def open(self, model: ModelProto, *, whole: bool = True) -> Runner:
+        """Open a model, as an application does, or a part of one.
 
         Raises:
             ConfigError: the runtime is unknown or not installed.
             ModelError: the runtime cannot compile the model.
         """
-        return _SimulationRunner(model, self.providers) if self.runtime is None else open_in(self.runtime, model)
+        if self.runtime is None:
+            return _SimulationRunner(model, self.providers)
+        return open_in(self.runtime, model) if whole else open_part(self.runtime, model)
 
     def cut(self, model: ModelProto, cuts: Sequence[Cut], free: Iterable[str]) -> tuple[ModelProto, dict[str, str]]:
         """Return the model cut at sites, and site -> name of its new input; see `cut_model` and `cut_at_values`.
@@ -131,7 +133,7 @@ class Teacher:
         if key not in self.opened:
             model, fed = self.on.cut(self.model, cuts, self.free)
             noise = NoisyRuns(model, list(self.free), self.on.providers)
-            self.opened[key] = self.on.open(model), fed, noise
+            self.opened[key] = self.on.open(model, whole=False), fed, noise
         return self.opened[key]
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
+from onnx_backend.dialects.on_codes import is_behind_constants, is_wrong_on_codes, pair_before
 from onnx_backend.dialects.onnxruntime_table import (
     NARROW,
     SOFTMAX_CLOSE,
@@ -114,6 +114,20 @@ def keep_off_codes(model: ModelProto) -> None:
             set_metadata(barrier, copy_of=tensor)
             node.input[0] = name
             nodes.append(barrier)
+        nodes.append(node)
+    replace_nodes(model.graph, nodes)
+
+
+def keep_constants_apart(model: ModelProto) -> None:
+    """Insert a LeakyRelu of slope 1 where OpenVINO would take the first of several constants for all, in place."""
+    known, taken, nodes = Readers(model.graph), names_in(model.graph), []
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" and is_behind_constants(node, known):
+            tensor = node.input[0]
+            name = unique(f"{tensor}/apart", taken)
+            nodes.append(helper.make_node("LeakyRelu", [tensor], [name], name, alpha=1.0))
+            set_metadata(nodes[-1], copy_of=tensor)
+            node.input[0] = name
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 

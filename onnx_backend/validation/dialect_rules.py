@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
-from onnx_backend.dialects.on_codes import RECURRENT, is_wrong_on_codes, pair_before
+from onnx_backend.dialects.on_codes import RECURRENT, is_behind_constants, is_wrong_on_codes, pair_before
 from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, Fault, RuntimeTable
 from onnx_backend.dialects.readers import Readers, grid, is_shifted, quantizers, type_name
 from onnx_backend.proto.external_data import array
@@ -38,6 +38,7 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
     beyond, long_rows = (find(model) if dialect == "qnn" else frozenset() for find in finders)
     if dialect == "openvino":
         yield from _quantized_by_the_runtime(model, known)
+        yield from _behind_constants(model, known)
     for node in model.graph.node:
         if node.op_type == "DynamicQuantizeLinear" and not writing.for_onnxruntime and dialect != "onnx":
             problem = "ranges that are found while the model runs were not tried on this runtime"
@@ -82,6 +83,18 @@ def _quantized_by_the_runtime(model: ModelProto, known: Readers) -> Iterator[Fin
         )
         remedy = 'compile the model with {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}, as check_parity does'
         yield warning(node_label(found[0]), "session", problem, remedy)
+
+
+def _behind_constants(model: ModelProto, known: Readers) -> Iterator[Finding]:
+    """Yield one warning for all pairs behind biases and other constants in a file with open axes."""
+    found = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and is_behind_constants(node, known)]
+    if found and (opened := open_inputs(model)):
+        problem = (
+            f"{', '.join(opened)} has open axes, with which the runtime may add the first of several biases or "
+            f"constants in front of this pair for all channels, without a word ({len(found)} such pairs in the file)"
+        )
+        remedy = 'export with dialect="openvino", which keeps them apart, or with shapes={"name": sizes}'
+        yield warning(node_label(found[0]), "dialect", problem, remedy)
 
 
 def _is_decompressed(layer: NodeProto, known: Readers) -> bool:

@@ -10,11 +10,11 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import qsdk
-from onnx_backend.dialects.on_codes import is_wrong_on_codes, pair_before
+from onnx_backend.dialects.on_codes import is_behind_constants, is_wrong_on_codes, pair_before
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
 from onnx_backend.parity.teacher import RunOn
-from onnx_backend.qdq.fusion_barriers import keep_off_codes
+from onnx_backend.qdq.fusion_barriers import keep_constants_apart, keep_off_codes
 from onnx_backend.validation.validate import validate
 
 pytest.importorskip("openvino", reason="OpenVINO has no wheel for this system")
@@ -232,3 +232,102 @@ def test_a_recurrent_layer_behind_8_bits_is_refused_and_right_behind_16(tmp_path
             continue
         qsdk.export(sim, path, dialect="openvino")
         assert qsdk.check_parity(sim, path, [x], runtime="openvino", progress=False).summary["passed"]
+
+
+OF_CHANNELS = np.float32([1.0, -0.4, 0.3, -0.8]).reshape(4, 1, 1)
+#: nodes from x to the tensors that a pair stands behind -> whether OpenVINO takes the first constant for all channels
+CONSTANTS = {
+    "a factor": ([("Mul", "x", "k", "r")], True),
+    "a divisor, clipped": ([("Div", "x", "k", "t"), ("Clip", "t", "low", "high", "r")], True),
+    "a factor, turned": ([("Mul", "x", "k", "t"), ("Transpose", "t", "r")], True),
+    "a summand beside another reader of a layer": ([("Conv", "x_d", "w", "c"), ("Add", "c", "k", "r")], True),
+    "a bias": ([("Conv", "x_d", "w", "b", "r")], True),
+    "one number": ([("Mul", "x", "high", "r")], False),
+    "a factor with a Relu behind it": ([("Mul", "x", "k", "t"), ("Relu", "t", "r")], False),
+}
+
+
+def behind_constants(name: str) -> ModelProto:
+    """Constants of channels in front of a pair, in a file with open axes; of a layer, something else reads a size."""
+    calls, _ = CONSTANTS[name]
+    stored = {"k": OF_CHANNELS, "b": OF_CHANNELS.reshape(-1), "low": np.float32(-2), "high": np.float32(1.7)}
+    stored |= {"w_q": np.full((4, 4, 1, 1), 20, np.int8), "w_s": np.float32(0.01), "zero": np.float32(0)}
+    stored |= {"one": np.float32(1), "last": np.int64(3), "s": np.float32(0.034), "z": np.uint8(88)}
+    nodes = [helper.make_node("DequantizeLinear", ["w_q", "w_s"], ["w"])]
+
+    def pair(tensor: str) -> str:
+        nodes.append(helper.make_node("QuantizeLinear", [tensor, "s", "z"], [f"{tensor}_q"], f"{tensor}_it"))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{tensor}_q", "s", "z"], [f"{tensor}_d"]))
+        return f"{tensor}_d"
+
+    pair("x")
+    nodes += [helper.make_node(op, list(operands), [result]) for op, *operands, result in calls]
+    outputs = [pair("r")]
+    if calls[0][0] == "Conv":  # anchors of a grid; where it stands does not matter, the runtime looks for the size
+        read = "c" if len(calls) > 1 else "r_d"
+        nodes.append(helper.make_node("Shape", [read], ["sizes"]))
+        nodes.append(helper.make_node("Gather", ["sizes", "last"], ["width"]))
+        nodes.append(helper.make_node("Cast", ["width"], ["stop"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Range", ["zero", "stop", "one"], ["grid"]))
+        outputs.append("grid")
+    edges = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4, "h", "w"])]
+    ranks = {"r_d": 4, "grid": 1}
+    edges += [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * ranks[name]) for name in outputs]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "g", edges[:1], edges[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_with_open_axes_constants_in_front_of_a_pair_are_mistaken_warned_of_and_right_when_kept_apart(name):
+    model, is_wrong = behind_constants(name), CONSTANTS[name][1]
+    x = {"x": np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32)}
+    wanted = RunOn().open(model).run(x)[0]
+
+    def off(fixed_sizes: bool) -> float:
+        return float(np.abs(OpenVinoRunner(model, fixed_sizes=fixed_sizes).run(x)[0] - wanted).max() / 0.034)
+
+    assert off(True) < 1.1
+    assert (off(False) > 5) == is_wrong
+    known = Readers(model.graph)
+    (quantize,) = [node for node in model.graph.node if node.name == "r_it"]
+    assert is_behind_constants(quantize, known) == is_wrong
+    warned = [row for row in validate(model, dialect="openvino").rows if "open axes" in row["problem"]]
+    assert [row["node"] for row in warned] == ["r_it"] * is_wrong
+    keep_constants_apart(model)
+    assert off(False) < 1.1
+    assert not any("open axes" in row["problem"] for row in validate(model, dialect="openvino").rows)
+
+
+class Detector(nn.Module):
+    """Two heads on one map of features, and the anchors of their grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.box, self.score = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.relu(self.stem(x))
+        both = torch.cat([self.box(features), self.score(features)], 1)
+        return both.flatten(2), torch.arange(both.shape[3], dtype=torch.float32) + 0.5
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_detector_with_open_axes_is_compiled_as_it_is_and_right(tmp_path, is_open):
+    torch.manual_seed(0)
+    x, path = torch.randn(1, 4, 8, 8), tmp_path / "m.onnx"
+    net = Detector()
+    net.box.bias.data *= 10
+    config = qsdk.w8a8().for_dialect("openvino").override("*", weight="int7")
+    sim = qsdk.quantize(net.eval(), x, config, dynamic_shapes=({0: "n", 2: "h", 3: "w"},))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, path, dialect="openvino", shapes=None if is_open else {"x": x.shape})
+    runner = OpenVinoRunner(onnx.load(path))
+    found = runner.run({"x": x.numpy()})[0]
+    assert runner.compiled.inputs[0].get_partial_shape().is_dynamic is is_open
+    step = max(float(np.max(encoding.scale)) for encoding in sim.encodings.values())
+    assert np.abs(found - sim(x)[0].detach().numpy()).max() <= 1.01 * step
+    assert ("LeakyRelu" in {node.op_type for node in onnx.load(path).graph.node}) is is_open
+    for runtime in (None, "openvino"):
+        assert qsdk.check_parity(sim, path, [x], runtime=runtime, progress=False).summary["passed"]
+    assert qsdk.quantize(path, None, None).encodings == sim.encodings
