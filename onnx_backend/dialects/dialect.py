@@ -23,7 +23,6 @@ class Writing:
         clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
             runtime removes the pair, and with it the bounds.
         fixed_sizes: the runtime compiles for one size of every input.
-        written_out: operators that the runtime computes wrong, written by their definition in the standard.
         off_codes: operators that the runtime would compute wrong on codes have a node in front that keeps it from that.
         quantized_numbers: a number beside a quantized activation is written as one code and a scale.
     """
@@ -32,18 +31,16 @@ class Writing:
     for_onnxruntime: bool = False
     clipped: frozenset[str] = frozenset()
     fixed_sizes: bool = False
-    written_out: frozenset[str] = frozenset()
     off_codes: bool = False
     quantized_numbers: bool = False
 
 
-_GROUPS = frozenset({"GroupNormalization"})
 WRITING: Mapping[str, Writing] = MappingProxyType(
     {
         "onnxruntime": Writing(for_onnxruntime=True),
         "onnx": Writing(),
-        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), written_out=_GROUPS, off_codes=True),
-        "qnn": Writing(explicit=True, fixed_sizes=True, written_out=_GROUPS, quantized_numbers=True),
+        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), off_codes=True),
+        "qnn": Writing(explicit=True, fixed_sizes=True, quantized_numbers=True),
         "tensorrt": Writing(explicit=True),
     }
 )

@@ -169,17 +169,6 @@ def _converted(model: ModelProto, opset: int) -> ModelProto:
     return result
 
 
-def written_out(model: ModelProto, op_types: Set[str]) -> ModelProto:
-    """Return a model with composed operators replaced by the standard's own definition.
-
-    Args:
-        model: it is returned as it is where it has none of the operators, and changed else.
-        op_types: of those operators.
-    """
-    found = {node.op_type for node in model.graph.node} & op_types
-    return refill(_inlined(skeleton(model), found), model) if found else model
-
-
 def _inlined(light: ModelProto, op_types: Set[str]) -> ModelProto:
     """Return a skeleton with operators replaced by the standard's own definition."""
     current = opset_of(light)

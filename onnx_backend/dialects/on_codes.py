@@ -68,7 +68,12 @@ def is_wrong_on_codes(node: NodeProto, known: Readers) -> bool:
 
 
 def is_behind_constants(quantize: NodeProto, known: Readers) -> bool:
-    """Return True if with open axes OpenVINO may add the first of several biases or constants in front of a pair."""
+    """Return True if with open axes OpenVINO may add the first of several biases or constants in front of a pair.
+
+    It removes pairs of 16 bits.
+    """
+    if known.dtype(quantize).endswith("16"):
+        return False
     maker = known.makers.get(quantize.input[0])
     while maker is not None and maker.op_type in _MERGED:
         maker = known.makers.get(maker.input[0])

@@ -120,8 +120,12 @@ def with_sizes_of(model: ModelProto, values: Mapping[str, npt.NDArray[Any]]) -> 
 
 
 def with_inferred_shapes(model: ModelProto) -> ModelProto:
-    """Return a model with the shapes that ONNX can infer; it may contain other operators."""
-    return shape_inference.infer_shapes(_inferable(model), data_prop=True)
+    """Return a model with the shapes that ONNX can infer."""
+    inferable = _inferable(model)
+    found = shape_inference.infer_shapes(inferable, data_prop=True)
+    for node, own in zip(found.graph.node, model.graph.node, strict=True) if inferable is not model else ():
+        node.CopyFrom(own)
+    return found
 
 
 def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:

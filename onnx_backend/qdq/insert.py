@@ -8,7 +8,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
-from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable, written_out
+from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable
 from onnx_backend.dialects.zero_points import write_zero_points
 from onnx_backend.dialects.zero_products import drop_zero_products
 from onnx_backend.proto.graph_queries import unique
@@ -121,7 +121,6 @@ def lower(
         insert_kernel_casts(model)
     if writing_of(dialect).quantized_numbers:
         quantize_scalars(model)
-    model = written_out(model, writing_of(dialect).written_out)
     if writing_of(dialect).off_codes:
         keep_off_codes(model)
     if opset < OPSET:

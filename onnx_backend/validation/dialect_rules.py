@@ -45,11 +45,6 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             yield warning(node_label(node), "dialect", problem, "calibrate in place of dynamic_activations=True")
         if dialect == "tensorrt":
             yield from tensorrt_rules.placement_findings(node, known)
-        if dialect in TABLES and node.op_type in TABLES[dialect].wrong:
-            problem = f"{TABLES[dialect].title} computes {node.op_type} wrong, in floats too (measured)"
-            yield error(
-                node_label(node), "dialect", problem, f'export with dialect="{dialect}", which writes it by other ops'
-            )
         if writing.off_codes and is_wrong_on_codes(node, known) and pair_before(node, known) is not None:
             problem = f"the runtime computes {node.op_type} on codes, wrong for some sizes and forms of pairs"
             yield error(node_label(node), "dialect", problem, f'export with dialect="{dialect}", which keeps it apart')
@@ -149,12 +144,12 @@ def _wrong_readers(dequantize: NodeProto, known: Readers, table: RuntimeTable) -
         return
     for reader in known.readers.get(dequantize.output[0], []):
         label = known.label(reader, dequantize.output[0])
-        if reader.op_type not in PROBED and reader.op_type not in SHAPE_OPS | table.wrong:
+        if reader.op_type not in PROBED and reader.op_type not in SHAPE_OPS:
             problem = f"not probed on this runtime: {reader.op_type} behind {dtype}"
             yield warning(node_label(reader), "not_probed", problem, "compare it with check_parity(runtime=...)")
             continue
         fault = table.fault(dtype, label)
-        if fault is None or reader.op_type in table.wrong or not _applies(fault, dequantize, reader, known):
+        if fault is None or not _applies(fault, dequantize, reader, known):
             continue
         what = f"{label.removesuffix('>').replace('/', ' with a weight of ')} behind {dtype}"
         if fault.steps == REFUSED:
