@@ -223,7 +223,8 @@ def _leave(
 
 
 def _message(refusals: Sequence[Refusal], source: ModelProto, target: str) -> str:
-    sites = sites_in_front(source.graph.node)
+    of_qsdk = ENCODINGS_KEY in metadata(source)
+    sites = sites_in_front(source.graph.node) if of_qsdk else {}
     rows = []
     for r in refusals:
         site = sites.get(r.node, r.node)
@@ -233,7 +234,7 @@ def _message(refusals: Sequence[Refusal], source: ModelProto, target: str) -> st
     hint = ""
     if any(r.reason.endswith(_STILL_FLOAT) for r in refusals):
         hint = "\n" + _QUANTIZE_THE_REST
-        if ENCODINGS_KEY in metadata(source):
+        if of_qsdk:
             elsewhere = ' with target="standard"' if target == "portable" else ""
             hint = "\n" + _LEFT_FLOAT.format(target=elsewhere, nodes=_float_run(refusals, source))
     return f"{count} cannot be made integer-only:\n" + "\n".join(rows) + hint
