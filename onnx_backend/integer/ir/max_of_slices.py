@@ -65,8 +65,9 @@ def largest_of_slices(
         after = max(reach - size - pads[i], 0)  # with ceil_mode more than its pad
         along = b.constant([i + 2], np.int64)
         if pads[i] or after:  # 0 is the smallest code, so padding never wins
-            widths = [b.constant([pads[i], after], np.int64), b.constant(0, np.int32), along]
-            codes = b.node("Pad", [codes, *widths])
+            # of all axes: between Transposes, ONNX Runtime's optimizer of these moves the pads and not the input `axes`
+            widths = [0] * (i + 2) + [pads[i]] + [0] * (rank + 1) + [after] + [0] * (rank - 1 - i)
+            codes = b.node("Pad", [codes, b.constant(widths, np.int64), b.constant(0, np.int32)])
         taps = []
         for start in range(0, kernel[i] * dilations[i], dilations[i]):
             ends = [start], [start + (wanted[i] - 1) * strides[i] + 1]

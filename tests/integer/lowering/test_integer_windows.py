@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from integer_comparison import compare, noise, refused
-from integer_models import INT8, UINT8, Net, run
+from integer_models import INT8, LEVELS, UINT8, Net, run
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
@@ -169,3 +169,29 @@ def test_sizes_that_an_exporter_writes_as_minus_one_are_dynamic():
     found = run(integer, {"x": noise((2, 3, 5, 4))})["y"]
     np.testing.assert_array_equal(found, run_reference(integer, {"x": noise((2, 3, 5, 4))})["y"])
     assert measured_inputs(model, integer, None)["x"].shape == (2, 3, 2, 2)
+
+
+def max_pooled(net, x):
+    pooled = net.op("MaxPool", net.qdq(x, 0.031, 119), kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 1])
+    return net.qdq(pooled, 0.031, 119)
+
+
+def padded(net, x):
+    return net.op("Pad", x, net.const(np.array([1, 0, 2, 1])), "", net.const(np.array([2, -1])))
+
+
+def reflected(net, x):
+    return net.op("Pad", x, net.const(np.array([0, 1, 1, 2])), "", net.const(np.array([3, 2])), mode="reflect")
+
+
+@pytest.mark.parametrize("between", [max_pooled, padded, reflected])
+@pytest.mark.parametrize("target", ["standard", "portable", "onnxruntime"])
+def test_what_pads_between_transposes_runs_in_an_ordinary_session(between, target):
+    net = Net()
+    x = net.op("Transpose", net.qdq(net.input([2, 6, 5, 3]), 0.031, 119), perm=[0, 3, 1, 2])
+    net.output(net.op("Transpose", between(net, x), perm=[0, 2, 3, 1]), [None] * 4)
+    feeds = {"x": noise((2, 6, 5, 3))}
+    result = convert(net.model(), target=target)
+    wanted = run(net.model(), feeds, "ORT_DISABLE_ALL")["y"]
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(result.model, feeds, level)["y"], wanted)

@@ -238,19 +238,32 @@ def identity(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple
 
 def pad(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower Pad: a constant is filled in as its code, which must be exact."""
-    value, pads = args[0], args[1] if len(args) > 1 else None
+    value, (pads, axes) = args[0], _of_all_axes(ctx, node, args)
     mode = attributes(node).get("mode", "constant")
-    axes = integer_name(ctx, args[3]) if len(args) > 3 else ""
     if mode != "constant":
-        return applied(ctx, value, Movement(node, (integer_name(ctx, pads), "", axes)), node.output[0])
+        return applied(ctx, value, Movement(node, (pads, "", axes)), node.output[0])
     given = args[2] if len(args) > 2 else None
     if given is not None and not isinstance(given, Constant):
         raise Refused("its fill value is not a constant", "store the fill value as an initializer")
     fill = 0.0 if given is None else float(given.values.reshape(-1)[0])
-    step = Movement(node, (integer_name(ctx, pads), axes), fill=fill)
+    step = Movement(node, (pads, axes), fill=fill)
     if isinstance(value, Lookup) and not _has_code(value, fill):
         return Pending(value, (step,))
     return applied(ctx, value, step, node.output[0])
+
+
+def _of_all_axes(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[str, str]:
+    """Return the pads and the axes of a Pad, where both are known as pads of all axes.
+
+    Between two Transposes ONNX Runtime's optimizer of these moves the pads, and not the axes that they are of.
+    """
+    pads, axes = (args[i] if i < len(args) else None for i in (1, 3))
+    given, along, shape = constant_integers(pads), constant_integers(axes), ctx.shapes.get(node.input[0])
+    if given is None or along is None or shape is None:
+        return integer_name(ctx, pads), integer_name(ctx, axes)
+    whole = np.zeros((2, len(shape)), np.int64)
+    whole[:, along] = np.reshape(given, (2, -1))
+    return ctx.builder.constant(whole.reshape(-1)), ""
 
 
 def _has_code(value: Lookup, number: float) -> bool:
