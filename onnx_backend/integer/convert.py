@@ -26,7 +26,7 @@ from onnx_backend.integer.lowering.float_islands import Islands
 from onnx_backend.integer.lowering.unsupported import origin, origins, sites_in_front
 from onnx_backend.integer.lowering.walk import QDQ, Refusal, walk
 from onnx_backend.integer.portable.handlers import HANDLERS
-from onnx_backend.integer.portable.rewrite import proven_bounds, rewritten
+from onnx_backend.integer.portable.rewrite import evaluable, proven_bounds, rewritten
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import metadata
@@ -323,7 +323,7 @@ def _rewrite(
         rows = [(origin(node, known) or (op, node), r) for node, op, r in refused]
         found = dict.fromkeys(Refusal(node, op, r.reason, r.remedy) for (op, node), r in rows)
         raise IntegerError(_message(list(found), source, "portable"))
-    nodes = live(b.nodes, {info.name for info in model.graph.output})
+    nodes = live(evaluable(b), {info.name for info in model.graph.output})
     del model.graph.node[:], model.graph.initializer[:]
     model.graph.node.extend(node for node in nodes if isinstance(node, onnx.NodeProto))
     used = {name for node in model.graph.node for name in node.input}

@@ -25,12 +25,16 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 )
 from onnx_backend.integer.fixed_point.int32 import Int32
 from onnx_backend.integer.fixed_point.mantissas import ROOT, root_of_mantissa
+from onnx_backend.integer.fixed_point.to_fixed import clip
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.exact_bounds import ULP
 from onnx_backend.integer.ir.values import Array, FixedPoint, Refused
 
 _SEED_BITS = 8
 _LOG_BITS = 12
+_LOG_UNIT = 2.0**-40
+#: An epsilon is so many bits below what it is added to, and is left out there.
+_EPSILON_BITS = 24
 
 
 @dataclass(frozen=True)
@@ -252,13 +256,21 @@ def _mantissa_of_reciprocal(ctx: LoweringContext, shifted: Normalized) -> str:
     return ctx.builder.node("Div", [constant64(ctx, 1 << ROOM), mantissa])
 
 
-def logarithm(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
-    """Write the natural logarithm of a value whose static bounds are positive: a table, straight between its entries.
+def logarithm(ctx: LoweringContext, value: FixedPoint, least: float = 0.0) -> FixedPoint:
+    """Write the natural logarithm of a positive value: a table, straight between its entries.
+
+    Args:
+        ctx: where nodes are written.
+        value: of static bounds that are positive, or that `least` is to make positive.
+        least: a number that stands for every value below it; 0 for none.
 
     Raises:
         Refused: the value can be 0 or negative.
     """
-    value = _positive(ctx, value, least=1)
+    zero = _number_of_zero(value, least)
+    if zero:
+        return _logarithm_beside_zero(ctx, value, zero)
+    value = _positive(ctx, clip(ctx, value, least, np.inf) if least else value, least=1)
     shifted = normalize(ctx, value, 1)
     b = ctx.builder
     steps, rest_bits = 1 << _LOG_BITS, 30
@@ -267,7 +279,7 @@ def logarithm(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     tail = _shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS - rest_bits)
     mask = b.constant((1 << rest_bits) - 1, np.uint64)
     rest = b.cast(b.node("BitwiseAnd", [b.cast(tail, TensorProto.UINT64), mask]), TensorProto.INT64)
-    unit = 2.0**-40
+    unit = _LOG_UNIT
     knots = np.rint(np.log(1.0 + np.arange(steps + 1) / steps) / unit).astype(np.int64)
     base = gather_table(ctx, knots[:-1], index, shifted.name, np.int64)
     slope = gather_table(ctx, np.diff(knots), index, shifted.name, np.int64)
@@ -277,12 +289,51 @@ def logarithm(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     constant = np.asarray((ROOM - 1) * math.log(2.0) + math.log(float(value.scale)))
     off = value.error / value.lo + value.relative
     if off >= 0.5:
-        raise Refused("it takes the logarithm of a tensor that can be 0 within its error", "add an epsilon")
+        raise Refused("it takes the logarithm of a tensor that can be 0 within its error", _clipped_at(value))
     # the chord of a logarithm is at most h**2 / 8 below it; knots, slope, shift and ln 2 are rounded
     error = (2.0 ** (-2 * _LOG_BITS) / 8 + 2 * off) / unit + 4 + ROOM
     turn = round(math.log(2.0) / unit)
     found = int64_value(name, unit, -shifted.most * turn - 2, turn + 2 - shifted.least * turn, error=error)
     return replace(found, constant=constant)
+
+
+def _number_of_zero(value: FixedPoint, least: float) -> float:
+    """Return the number whose logarithm is taken where the integers are 0, far below what 1 of them stands for.
+
+    That is the least that a value is clipped at, or an epsilon that was added to it; 0 if there is none, or if integers
+    of 0 do not stand for exactly 0.
+    """
+    finest, added = float(np.min(value.scale)), float(np.max(value.constant))
+    inexact = value.error or value.relative > 2.0**-_LOG_BITS or value.masked or value.infinite
+    if inexact or finest <= 0.0 or value.hi < 1:
+        return 0.0
+    if not np.any(value.constant):
+        return least if least < finest else 0.0
+    epsilon = value.constant.size == 1 and 0.0 < added < math.ldexp(finest, -_EPSILON_BITS)
+    return added if epsilon and value.lo >= 0 and not least else 0.0
+
+
+def _logarithm_beside_zero(ctx: LoweringContext, value: FixedPoint, zero: float) -> FixedPoint:
+    """Write the logarithm of integers above 0, and beside them that of the number which stands for the others."""
+    b = ctx.builder
+    some = b.node("Greater", [value.name, b.constant(0, np.int32 if value.narrow else np.int64)])
+    above = b.node("Where", [some, value.name, b.constant(1, np.int32 if value.narrow else np.int64)])
+    b.proven[above] = 1, value.hi
+    found = logarithm(ctx, FixedPoint(above, np.ones(()), 1, value.hi, narrow=value.narrow, relative=value.relative))
+    constant = found.constant + np.log(value.scale)
+    number = np.rint((math.log(zero) - constant) / _LOG_UNIT).astype(np.int64)
+    name = b.node("Where", [some, found.name, constant64(ctx, number)])
+    # an epsilon beside what 1 stands for; the number and the constant are rounded
+    error = found.error + math.ldexp(1.0, -_EPSILON_BITS) / _LOG_UNIT * bool(np.any(value.constant)) + 1.0
+    lo, hi = min(found.lo, int(number.min())), max(found.hi, int(number.max()))
+    return replace(found, name=name, constant=constant, lo=lo, hi=hi, error=error)
+
+
+def _clipped_at(value: FixedPoint) -> str:
+    """Return the remedy for a value that is too near to 0: a bound that its integers resolve."""
+    step = float(np.max(np.abs(value.scale)))
+    bound = 4.0 * max(1.0, value.error) * step / max(1.0 - 4.0 * value.relative, 0.25)
+    return f"clip its input at {bound:.2g} or above, which its integers resolve (a lower bound is 0 to them)"
 
 
 def _positive(ctx: LoweringContext, value: FixedPoint, least: int) -> FixedPoint:
@@ -292,7 +343,7 @@ def _positive(ctx: LoweringContext, value: FixedPoint, least: int) -> FixedPoint
     if value.lo < least:
         raise Refused(
             "its input can be negative or 0" if least else "its input can be negative",
-            "clip its input, or add an epsilon",
+            _clipped_at(value) if least else "clip its input at 0",
         )
     return narrow_to(ctx, value, ROOM)
 

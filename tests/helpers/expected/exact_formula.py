@@ -29,7 +29,7 @@ def _decimal(function):
     return np.vectorize(apply, otypes=[object])
 
 
-_EXP, _SQRT = _decimal(Decimal.exp), _decimal(Decimal.sqrt)
+_EXP, _SQRT, _LOG = _decimal(Decimal.exp), _decimal(Decimal.sqrt), _decimal(Decimal.ln)
 
 
 def _conv(x, w, b=None, pads=(0, 0, 0, 0), strides=(1, 1), group=1, **_):
@@ -75,11 +75,13 @@ FORMULAS = {
     "Add": lambda a, b: a + b,
     "AveragePool": _average_pool,
     "BatchNormalization": _batch_norm,
+    "Clip": lambda x, lo: np.maximum(x, lo),
     "Conv": _conv,
     "Div": lambda a, b: a / b,
     "Gemm": _gemm,
     "GlobalAveragePool": lambda x: x.sum(axis=(2, 3), keepdims=True) / (x.shape[2] * x.shape[3]),
     "LayerNormalization": _layer_norm,
+    "Log": lambda x: _LOG(x),
     "MatMul": lambda a, b: np.dot(a, b),
     "Mean": lambda *parts: sum(parts[1:], parts[0]) / len(parts),
     "Mul": lambda a, b: a * b,

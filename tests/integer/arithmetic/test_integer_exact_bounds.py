@@ -176,3 +176,22 @@ def test_the_rounding_before_a_32_bit_product_is_counted():
     worst, row = require_bound(net.model(), feeds, product_bits=32)
     assert row["pre_shifts"][0][0] > 1
     assert worst > row["error_bound"] / 4
+
+
+@pytest.mark.parametrize("steps", [1e-3, 1e5])
+@pytest.mark.parametrize(("op", "number"), [("Clip", 1e-10), ("Add", 1e-10), ("Clip", 3e-4)])
+def test_the_logarithm_of_a_power_that_a_tiny_number_keeps_above_zero(op, number, steps):
+    net, rng = Net(), np.random.default_rng(0)
+    x = net.qdq(net.input([4, 6]), steps, 0)
+    filters = net.const(rng.integers(0, 128, (6, 5)).astype(np.int8))
+    mel = net.op(
+        "MatMul",
+        x,
+        net.op("DequantizeLinear", filters, net.const(rng.uniform(0.01, 0.1, 5).astype(np.float32)), axis=1),
+    )
+    net.output(net.qdq(net.op("Log", net.op(op, mel, net.const(np.float32(number)))), 0.25, 120), [4, 5])
+    codes = rng.integers(0, 256, (4, 6)) * np.asarray([[0], [1], [1], [0]])
+    codes[1, 1:] = 0
+    off, row = require_bound(net.model(), {"x": (codes * np.float32(steps)).astype(np.float32)})
+    assert row["error_bound"] < 1e-5
+    assert off < 1e-5

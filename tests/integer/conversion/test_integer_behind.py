@@ -1,5 +1,7 @@
 """Arithmetic that no quantizer of its own stands behind, in models, against exact arithmetic."""
 
+import re
+
 import numpy as np
 import pytest
 from exact_integer import require_exact
@@ -290,3 +292,35 @@ def test_a_float_input_is_refused():
     x = net.input([4])
     net.output(net.qdq(net.op("Div", x, net.op("Sigmoid", net.qdq(x, 0.1, 3))), 0.1, 3), [4])
     refused(net, "its first input is a float tensor")
+
+
+def log_mel(bound, kind="Clip", offset=0.0, steps=1e4):
+    """The logarithm of sums of powers, kept above 0 by a number."""
+    net = Net()
+    x = net.qdq(net.input([8, 16]), steps, 0)
+    filters = net.const(net.rng.integers(0, 128, (16, 6)).astype(np.int8))
+    scales = net.const(net.rng.uniform(1e-3, 1e-2, 6).astype(np.float32))
+    y = net.op("MatMul", x, net.op("DequantizeLinear", filters, scales, axis=1))
+    y = net.op("Add", y, net.const(np.float32(offset))) if offset else y
+    kept = net.const(np.float32(bound))
+    y = net.op(kind, kept, y) if kind == "Max" else net.op(kind, y, kept)
+    net.output(net.qdq(net.op("Log", y), 0.2, 120), [8, 6])
+    drawn = np.abs(noise((8, 16))) * np.asarray([[1], [0]] * 4)
+    return net.model(), {"x": (drawn * 60 * steps).astype(np.float32)}
+
+
+@pytest.mark.parametrize("kind", ["Clip", "Max", "Add"])
+@pytest.mark.parametrize("steps", [1e-2, 1e8])
+@pytest.mark.parametrize("target", ["standard", "portable"])
+def test_the_logarithm_of_what_a_tiny_number_keeps_above_zero(kind, steps, target):
+    model, feeds = log_mel(1e-10, kind, steps=steps)
+    compare(model, feeds, target=target)
+
+
+@pytest.mark.parametrize("steps", [1e2, 1e5])
+def test_a_bound_that_integers_do_not_resolve_is_refused_with_one_that_they_do(steps):
+    model, _ = log_mel(1e-10, offset=-3.3, steps=steps)
+    with pytest.raises(IntegerError, match=r"clip its input at .* or above, which its integers resolve") as caught:
+        convert(model)
+    bound = float(re.search(r"clip its input at (\S+) or above", str(caught.value))[1])
+    compare(*log_mel(bound, offset=-3.3, steps=steps))

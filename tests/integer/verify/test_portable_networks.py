@@ -249,7 +249,7 @@ def test_the_sums_of_a_deep_layer_are_added_in_two_halves():
 
 def test_a_layer_beyond_int32_sums_of_halves_is_refused_by_name():
     with pytest.raises(
-        IntegerError, match=r"MatMulInteger '.*': its sums can reach .*; split the layer into layers of"
+        IntegerError, match=r"MatMul 'node_matmul.*': its sums can reach .*; split the layer into layers of"
     ):
         convert(prepare(deep(20000, 127), ()), target="portable", edges="integer")
 

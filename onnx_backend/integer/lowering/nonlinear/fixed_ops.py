@@ -204,8 +204,11 @@ def wide_reciprocal(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def wide_log(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Compute the logarithm of a positive value."""
-    return logarithm(ctx, to_fixed(ctx, args[0]))
+    """Compute the logarithm of a positive value, of an accumulator with the bound that it is clipped at."""
+    value = args[0]
+    if isinstance(value, Linear) and 0.0 < value.lo < value.hi:
+        return logarithm(ctx, to_fixed(ctx, replace(value, lo=-np.inf)), value.lo)
+    return logarithm(ctx, to_fixed(ctx, value))
 
 
 def wide_neg(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
