@@ -9,7 +9,7 @@ from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 from onnx_backend.integer.decompose.cast_like import cast_like
 from onnx_backend.integer.decompose.einsum import einsum
 from onnx_backend.integer.decompose.reductions import REDUCTIONS, reduction
-from onnx_backend.integer.decompose.standardized import DEVIATIONS, standardized
+from onnx_backend.integer.decompose.standardized import PARTS, standardized
 from onnx_backend.integer.decompose.unit_rows import unit_rows
 from onnx_backend.integer.ir.context import label
 from onnx_backend.passes.fixed_shapes import static_sizes, with_inferred_shapes
@@ -22,7 +22,7 @@ from qsdk.core.errors import IntegerError
 
 #: Operators that ONNX defines by others and that have no lowering; Swish has one, but the runtime no kernel for it.
 _COMPOSED = ("Attention", "RotaryEmbedding", "Swish")
-_LOOKED_AT = ("CastLike", "Einsum", "If", *REDUCTIONS, *DEVIATIONS)
+_LOOKED_AT = ("CastLike", "Einsum", "If", *REDUCTIONS, *PARTS)
 
 
 def prepare(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:

@@ -1,7 +1,7 @@
-"""Write a tensor less its mean over its own deviation as the LayerNormalization that it is.
+"""Write norms and softmaxes that stand in a model op by op as the operators that they are.
 
-Op by op the difference is rounded before it is squared, and an epsilon may be smaller than what that makes of a row
-without any variance.
+Op by op the difference from a mean is rounded before it is squared, and an epsilon may be smaller than what that makes
+of a row without any variance. And of exponentials of scores that are far apart, none seems sure to be above 0.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,26 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.decompose.writer import Writer
+from onnx_backend.integer.ir.context import GUARD
 from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.nodes import set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import declared_types
 from qsdk.core.graph.graph import Graph
+from qsdk.core.patterns.attention import LARGEST_GUARD, LOG_SHARES, SHARES
 from qsdk.core.patterns.match import PatternMatcher
 from qsdk.core.patterns.norms import STANDARDIZED
 from qsdk.core.patterns.supergroup import Supergroup
 
 _FIRST_OPSET = 17  # of LayerNormalization
-#: Operators that occur only in a division by a deviation.
-DEVIATIONS = ("Sqrt", "Pow")
+#: Operators of which one occurs in every form that is looked for.
+PARTS = ("Exp", "Pow", "Sqrt")
 
 
 def standardized(
     model: ModelProto, shaped: ModelProto, taken: set[str], stays: Callable[[NodeProto], bool]
 ) -> dict[str, Writer]:
-    """Find quotients of the form `(x - mean) / sqrt(variance + epsilon)`, along axes of known sizes.
+    """Find quotients `(x - mean) / sqrt(variance + epsilon)` and `exp(x) / sum(exp(x))`, along axes of known sizes.
 
     Args:
         model: a Q/DQ model without functions.
@@ -37,23 +40,24 @@ def standardized(
     Returns:
         name of the quotient -> its replacement.
     """
-    if opset_of(model) < _FIRST_OPSET or all(node.op_type not in DEVIATIONS for node in model.graph.node):
+    if opset_of(model) < _FIRST_OPSET or all(node.op_type not in PARTS for node in model.graph.node):
         return {}
     graph = read_graph(model, declared_types(shaped.graph))
     matcher, makers = PatternMatcher(graph), {name: node for node in model.graph.node for name in node.output}
     found = {}
     for op_id, op in enumerate(graph.ops):
-        group = matcher.at(STANDARDIZED, op_id) if op.type in STANDARDIZED.anchors else None
-        if isinstance(group, Supergroup):
-            inside = [makers[graph.tensors[graph.ops[member].outputs[0]].name] for member in group.ops]
-            node = makers[graph.tensors[op.outputs[0]].name]
-            written = None if any(stays(member) for member in inside) else _written(graph, group, node, taken)
-            if written is not None:
-                found[node.output[0]] = written
+        for pattern, write in _FORMS:
+            group = matcher.at(pattern, op_id) if op.type in pattern.anchors else None
+            if isinstance(group, Supergroup):
+                inside = [makers[graph.tensors[graph.ops[member].outputs[0]].name] for member in group.ops]
+                node = makers[graph.tensors[op.outputs[0]].name]
+                written = None if any(stays(member) for member in inside) else write(graph, group, node, taken)
+                if written is not None:
+                    found[node.output[0]] = written
     return found
 
 
-def _written(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) -> Writer | None:
+def _norm(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) -> Writer | None:
     """Write the LayerNormalization, between Transposes where the axes are not the last ones; None if sizes are open."""
     source, axes = graph.tensors[group.tensors["x"]], group.facts["axes"]
     shape = () if source.shape is None else source.shape
@@ -66,14 +70,28 @@ def _written(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) 
     moves = order != list(range(rank))
     if moves:
         name = writer.add("Transpose", [name], perm=order)
-    facts = {"axis": -len(axes), "epsilon": _epsilon(graph, group)}
+    facts = {"axis": -len(axes), "epsilon": _smallest_number(graph, group, 0.1)}
     name = writer.add("LayerNormalization", [name, writer.ones(known)], name=node.name, **facts)
     if moves:
         name = writer.add("Transpose", [name], perm=np.argsort(order).tolist())
     return writer.end(name)
 
 
-def _epsilon(graph: Graph, group: Supergroup) -> float:
-    """Return the one small number of the group; the others are its powers."""
+def _softmax(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) -> Writer | None:
+    """Write the Softmax or LogSoftmax, which notes what a guard changes; None if it runs over several axes."""
+    source, axes = graph.tensors[group.tensors["x"]], group.facts["axes"]
+    if source.dtype != "float32" or source.shape is None or len(axes) != 1:
+        return None
+    writer = Writer(node, taken)
+    name = writer.add(group.name, [source.name], name=node.name, axis=axes[0])
+    set_metadata(writer.nodes[-1], **{GUARD: repr(_smallest_number(graph, group, LARGEST_GUARD))})
+    return writer.end(name)
+
+
+def _smallest_number(graph: Graph, group: Supergroup, most: float) -> float:
+    """Return the small number of the group, an epsilon; the others are its powers, or bounds that do nothing."""
     numbers = [graph.scalar(tensor) for tensor in group.roles]
-    return max((number for number in numbers if number is not None and 0.0 <= number <= 0.1), default=0.0)
+    return max((number for number in numbers if number is not None and 0.0 <= number <= most), default=0.0)
+
+
+_FORMS = ((STANDARDIZED, _norm), (SHARES, _softmax), (LOG_SHARES, _softmax))

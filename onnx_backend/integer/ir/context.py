@@ -1,7 +1,9 @@
 """The context of a lowering: static shapes and dtypes of the Q/DQ model, names of integer tensors, codes of a value."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from onnx import ModelProto, NodeProto
@@ -22,14 +24,19 @@ from onnx_backend.integer.ir.values import (
     Value,
     dequantize_codes,
 )
+from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.opening.stored_encodings import UNMARKED
 from onnx_backend.passes.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
+from onnx_backend.proto.weightless import declared_types
+from qsdk.core.planning.no_grid.lower_bounds import lower_bounds, never_above_zero
 
 Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses nodes without a form.
 Lowering = Callable[["LoweringContext", NodeProto, Args], Value | tuple[Value, ...]]
 
+#: Property of a Softmax: how far a number in its divisor moves its shares at most.
+GUARD = "qsdk.guard"
 FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"
 _NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
@@ -51,6 +58,7 @@ class LoweringContext:
         halves: the high and the low byte of codes of 16 bits (filled on the way).
         softmaxes: the values that are a Softmax of codes or shares of rows, by tensor (filled on the way).
         undefined: node -> what it computes where ONNX leaves the result open (filled on the way).
+        reach: a tensor of the Q/DQ model -> numbers that its values are not below and not above, as the planner judges.
     """
 
     builder: Builder
@@ -65,6 +73,7 @@ class LoweringContext:
     floats: set[str] = field(default_factory=set)
     softmaxes: dict[str, tuple[FixedPoint, Softmax | Shares]] = field(default_factory=dict)
     undefined: dict[str, str] = field(default_factory=dict)
+    reach: Callable[[str], tuple[float, float]] = lambda name: (-math.inf, math.inf)
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
         """Return static dimensions of a tensor of the Q/DQ model.
@@ -98,7 +107,18 @@ def lowering_context(model: ModelProto, builder: Builder, edges: str, *, compose
     types = {i.name: i.type.tensor_type.elem_type for i in (*graph.input, *graph.output, *graph.value_info)}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    return LoweringContext(builder, shapes, types, edges, opset, composes)
+
+    @cache
+    def bounds() -> tuple[dict[str, float], frozenset[str]]:
+        read = read_graph(model, declared_types(graph))
+        below = frozenset(read.tensors[tensor].name for tensor in never_above_zero(read))
+        return {read.tensors[tensor].name: bound for tensor, bound in lower_bounds(read).items()}, below
+
+    def reach(name: str) -> tuple[float, float]:
+        least, below = bounds()
+        return least.get(name, -math.inf), 0.0 if name in below else math.inf
+
+    return LoweringContext(builder, shapes, types, edges, opset, composes, reach=reach)
 
 
 def label(node: NodeProto) -> str:

@@ -6,7 +6,60 @@ from typing import Any
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.masks import HIDES, is_mask
+from qsdk.core.patterns.norms import reduced
 from qsdk.core.patterns.terms import Anything, Captured, InputTensor, Pattern, Term, any_of, number, op
+
+#: What is added to a sum that is 1 at least.
+LARGEST_GUARD = 1e-6
+
+
+def _accept_bound(graph: Graph, op_id: int, tensor: int, captured: Captured) -> Captured | str:
+    """Accept a Clip that has no upper bound."""
+    clip = graph.ops[op_id]
+    if "max" in clip.attributes or len(clip.inputs) > 2:
+        return "its sum is clipped from above"
+    return captured
+
+
+def _shares(t: Term | str) -> Term:
+    """Return the term for exponentials over their sum, with or without the largest taken off first.
+
+    Only where it is taken off, a guard may stand in the divisor: it is 1 at least.
+    """
+    powers, below = op("Exp", t), op("Exp", _below(t))
+    total, guarded = reduced(powers, "ReduceSum"), reduced(below, "ReduceSum")
+    least = number(0.0, 1.0, "a bound of 1 or less")
+    guarded = any_of(
+        op("Add", guarded, number(0.0, LARGEST_GUARD, "an epsilon")),
+        op("Max", guarded, least),
+        op("Clip", guarded, least, where=_accept_bound),
+        guarded,
+    )
+    return any_of(_quotient(below, guarded), _quotient(powers, total))
+
+
+def _largest(t: Term | str) -> Term:
+    largest = reduced(t, "ReduceMax")
+    return any_of(op("Max", largest, number(-inf, -1e30, "minus infinity")), largest)
+
+
+def _below(t: Term | str) -> Term:
+    return any_of(op("Sub", t, _largest(t)), op("Add", t, op("Neg", _largest(t))))
+
+
+def _log_shares(t: Term | str) -> Term:
+    """Return the term for the scores below the largest less the logarithm of the sum of their exponentials."""
+    total = op("Log", reduced(op("Exp", _below(t)), "ReduceSum"))
+    return any_of(op("Sub", _below(t), total), op("Sub", t, op("Add", total, _largest(t))))
+
+
+def _quotient(dividend: Term, divisor: Term) -> Term:
+    inverse = any_of(op("Reciprocal", divisor), op("Div", 1.0, divisor))
+    return any_of(op("Div", dividend, divisor), op("Mul", dividend, inverse))
+
+
+def _softmax(t: Term | str) -> Term:
+    return any_of(op("Softmax", t), _shares(t))
 
 
 def _masked_softmax() -> Term:
@@ -14,7 +67,7 @@ def _masked_softmax() -> Term:
     lowest = op("ReduceMin", "x")
     fill = any_of(hidden, op("Add", lowest, hidden), op("Sub", lowest, number(-HIDES, inf, "20 or more")))
     chosen = any_of(op("Where", Anything(), "x", fill), op("Where", Anything(), fill, "x"))
-    softmax = op("Softmax", any_of(chosen, op("Add", "x", InputTensor("mask", "statistic", is_mask))))
+    softmax = _softmax(any_of(chosen, op("Add", "x", InputTensor("mask", "statistic", is_mask))))
     return any_of(_guarded(softmax), softmax)
 
 
@@ -130,8 +183,13 @@ def _rope() -> Term:
     return any_of(op("Add", op("Mul", turned, sin), op("Mul", "x", cos)), by_parts)
 
 
+#: A softmax written by hand, and its logarithm.
+SHARES, LOG_SHARES = Pattern("Softmax", _shares("x")), Pattern("LogSoftmax", _log_shares("x"))
+
 ATTENTION = (
     Pattern("MaskedSoftmax", _masked_softmax(), near=("Softmax", "Where")),
-    Pattern("GuardedSoftmax", _guarded(op("Softmax", "x"))),
+    Pattern("GuardedSoftmax", _guarded(_softmax("x"))),
+    SHARES,
+    LOG_SHARES,
     Pattern("RoPE", _rope(), near=("Concat", "Neg", "Add")),
 )

@@ -86,14 +86,15 @@ def _restored(t: Term) -> Term:
     return any_of(shaped, op("Expand", shaped, where=_accept_restored_axes))
 
 
-def _mean(t: Term | str) -> Term:
-    def reduced(type: str) -> Term:
-        kept = op(type, t, where=partial(_accept_reduction, keeps=True))
-        return any_of(kept, _restored(_dropped(t, type)))
+def reduced(t: Term | str, type: str) -> Term:
+    """Return the term for a reduction that keeps its axes, or has them restored, along the same ones as all others."""
+    kept = op(type, t, where=partial(_accept_reduction, keeps=True))
+    return any_of(kept, _restored(_dropped(t, type)))
 
-    return any_of(
-        reduced("ReduceMean"), op("Div|Mul", reduced("ReduceSum"), Anything(), where=_accept_division_by_count)
-    )
+
+def _mean(t: Term | str) -> Term:
+    summed = op("Div|Mul", reduced(t, "ReduceSum"), Anything(), where=_accept_division_by_count)
+    return any_of(reduced(t, "ReduceMean"), summed)
 
 
 def _square(t: Term | str) -> Term:

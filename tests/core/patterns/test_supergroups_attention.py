@@ -2,15 +2,20 @@
 
 import numpy as np
 import pytest
+import torch
+from float_files import float_onnx
 from norm_models import quantized_tensors
 from onnx import TensorProto, helper
 from qdq_models import make_model, run
 from rope_models import SHAPE, node, rope
+from torch import Tensor, nn
+from torch_models import seeded
 
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w8a8
 from qsdk.core.patterns.find import MatchResult, Supergroup, match_supergroups
 from qsdk.core.planning.make_plan import make_plan
+from qsdk.verbs.quantize import calibrate, quantize
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -25,6 +30,29 @@ def groups(model) -> list[Supergroup]:
 
 def misses(model) -> list[str]:
     return [str(miss) for miss in found(model).near_misses]
+
+
+# a softmax by hand
+
+
+class ByHand(nn.Module):
+    """Attention weights, op by op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        powers = torch.exp(x - x.max(-1, keepdim=True).values)
+        return 3 * (powers / (powers.sum(-1, keepdim=True) + 1e-8))
+
+
+@pytest.mark.parametrize("door", ["torch", "onnx"])
+def test_a_softmax_by_hand_is_one_op_from_0_to_1(door):
+    x = 50 * seeded(4, 6)
+    model = ByHand() if door == "torch" else float_onnx(ByHand(), (x,))
+    sim = quantize(model, x if door == "torch" else None, w8a8())
+    calibrate(sim, [x if door == "torch" else x.numpy()], progress=False)
+    inside = {row["op_type"] for row in sim.coverage().rows if row["reason"] == "inside Softmax"}
+    assert inside >= {"Sub", "Exp", "ReduceSum"}
+    (share,) = (e for site, e in sim.encodings.items() if "div" in site.lower())
+    assert float(share.scale[0]) == np.float32(1 / 255)
 
 
 # masked softmax

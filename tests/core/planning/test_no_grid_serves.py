@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 from float_files import float_onnx
+from onnx import NodeProto, helper
+from qdq_models import make_model, run
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
 import qsdk
+from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w8a8
+from qsdk.core.planning.no_grid.lower_bounds import lower_bounds
 from qsdk.verbs.files import load, save
 from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
@@ -240,3 +244,31 @@ def test_infinities_in_the_data_are_refused_as_before():
     sim = qsdk.quantize(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(4, 6))
     with pytest.raises(qsdk.DataError, match="NaN or inf at the site input:input in batch 0"):
         qsdk.calibrate(sim, [torch.full((4, 6), torch.inf)], progress=False)
+
+
+# --- lower bounds ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grids", [{}, {"below": (0.5, 255)}, {"most": (0.25, 128)}, {"powers": (0.3, 1)}])
+def test_the_exponentials_of_a_softmax_add_up_to_1_as_far_as_grids_leave_it(grids):
+    grids, stored = {"scores": (0.25, 128), **grids}, {"axes": np.array([1])}
+    nodes: list[NodeProto] = []
+
+    def op(op_type: str, *inputs: str, grid: str) -> str:
+        nodes.append(helper.make_node(op_type, inputs, [grid]))
+        if grid not in grids:
+            return grid
+        ends = [f"{grid}.scale", f"{grid}.zero"]
+        stored.update(dict(zip(ends, (np.float32(grids[grid][0]), np.uint8(grids[grid][1])), strict=True)))
+        nodes.append(helper.make_node("QuantizeLinear", [grid, *ends], [f"{grid}.codes"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{grid}.codes", *ends], [f"{grid}.values"]))
+        return f"{grid}.values"
+
+    x = op("Identity", "x", grid="scores")
+    below = op("Sub", x, op("ReduceMax", x, "axes", grid="most"), grid="below")
+    op("ReduceSum", op("Exp", below, grid="powers"), "axes", grid="y")
+    model = make_model(nodes, {"x": [8, 6]}, {"y": [8, 1]}, stored)
+    graph = read_graph(model)
+    (bound,) = (low for t, low in lower_bounds(graph).items() if graph.tensors[t].name == "y")
+    far = np.random.default_rng(0).normal(0, 40, (8, 6)).astype(np.float32)
+    assert 0.8 < bound <= run(model, {"x": far})[0].min() * (1 + 1e-6)

@@ -96,7 +96,7 @@ def test_a_float_in_the_body_of_a_scan_is_found():
 
 
 def test_a_sequence_of_open_length_is_refused_by_the_portable_target():
-    refused(network("GRU", length="t"), "Scan", "give them: shapes=", target="portable")
+    refused(network("GRU", length="t"), "GRU 'node_gru", "give them: shapes=", target="portable")
 
 
 @pytest.mark.parametrize("length", [LENGTH, "t"])

@@ -30,6 +30,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     negate,
     reach,
     require_unmasked,
+    rounded,
     scale_by,
     single_scale,
     spread,
@@ -148,14 +149,14 @@ def wide_div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if isinstance(right, Constant):
         return _times(to_fixed(ctx, left), right, 1.0 / right.values.astype(np.float64), ULP)
     if isinstance(left, Constant):
-        return _times(inverse(ctx, right, ROOM - 9), left, left.values.astype(np.float64))
+        return _times(inverse(ctx, node.input[1], right, ROOM - 9), left, left.values.astype(np.float64))
     numerator = to_fixed(ctx, left, "its first input")
     room = max(ROOM - bits(numerator), 31)  # of a factor beside the numerator
     if not isinstance(right, Lookup):
-        right = to_fixed(ctx, right, "its second input")
+        right = _in_reach(ctx, node.input[1], to_fixed(ctx, right, "its second input"))
         if right.lo > 0 and bits(right) - right.lo.bit_length() > room - _FINE:
             return quotient(ctx, numerator, right)
-    divisor = inverse(ctx, right, room)
+    divisor = inverse(ctx, node.input[1], right, room)
     if not divisor.infinite:
         return multiply(ctx, numerator, divisor)
     if numerator.constant.any() or inexact(numerator) or numerator.scale.size != 1:
@@ -165,15 +166,37 @@ def wide_div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return replace(multiply(ctx, numerator, replace(divisor, infinite=0.0)), infinite=least)
 
 
-def inverse(ctx: LoweringContext, value: Value | None, most: int) -> FixedPoint:
-    """Return `1 / value`; of codes by a table with up to `most` bits, in which a large number means infinity."""
+def inverse(ctx: LoweringContext, name: str, value: Value | None, most: int) -> FixedPoint:
+    """Return `1 / value`; of codes by a table with up to `most` bits, in which a large number means infinity.
+
+    Args:
+        ctx: where nodes are written.
+        name: of the tensor in the Q/DQ model.
+        value: of that tensor.
+        most: bits of a table.
+    """
     if not isinstance(value, Lookup):
-        return reciprocal(ctx, to_fixed(ctx, value, "its second input"))
+        return reciprocal(ctx, _in_reach(ctx, name, to_fixed(ctx, value, "its second input")))
+    least, values = ctx.reach(name)[0], value.values.astype(np.float64)
     with np.errstate(divide="ignore"):
-        inverted = 1.0 / value.values.astype(np.float64)
+        inverted = 1.0 / (np.maximum(values, least) if least > 0.0 else values)
     zero = np.isinf(inverted)
     top = float(np.abs(inverted[~zero]).max(initial=0.0)) * 2.0**16 if zero.any() else 0.0
     return replace(to_fixed(ctx, Lookup(value.name, np.where(zero, top, inverted), None), most=most), infinite=top)
+
+
+def _in_reach(ctx: LoweringContext, name: str, value: FixedPoint) -> FixedPoint:
+    """Return a tensor of the Q/DQ model with the static bounds that the planner knows of it."""
+    scale, constant = float(value.scale.reshape(-1)[0]), float(value.constant.reshape(-1)[0])
+    if value.scale.size != 1 or value.constant.size != 1 or scale <= 0.0 or value.masked:
+        return value
+    low, high = ((end - constant) / scale for end in ctx.reach(name))
+    off = spread(value) + 1.0 + rounded(value.constant, value.scale)
+    lo = min(max(math.floor(low * (1.0 - 4 * ULP) - off), value.lo), value.hi) if low > 0.0 else value.lo
+    hi = max(min(math.ceil(high + off), value.hi), lo) if math.isfinite(high) else value.hi
+    if (lo, hi) != (value.lo, value.hi):
+        ctx.builder.proven[value.name] = lo, hi
+    return replace(value, lo=lo, hi=hi)
 
 
 def wide_pow(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -182,7 +205,7 @@ def wide_pow(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if not isinstance(exponent, Constant) or exponent.values.size != 1:
         raise Refused("its exponent is not one stored number", "store the exponent as a scalar")
     power = float(exponent.values.reshape(-1)[0])
-    value = to_fixed(ctx, base)
+    value = _in_reach(ctx, node.input[0], to_fixed(ctx, base))
     if power in (0.5, -0.5):
         return square_root(ctx, value) if power > 0 else reciprocal_root(ctx, value)
     if power not in (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0, 4.0):
@@ -200,7 +223,7 @@ def wide_sqrt(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 def wide_reciprocal(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Compute the reciprocal of a value whose static bounds exclude 0."""
-    return reciprocal(ctx, to_fixed(ctx, args[0]))
+    return reciprocal(ctx, _in_reach(ctx, node.input[0], to_fixed(ctx, args[0])))
 
 
 def wide_log(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -208,7 +231,7 @@ def wide_log(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     value = args[0]
     if isinstance(value, Linear) and 0.0 < value.lo < value.hi:
         return logarithm(ctx, to_fixed(ctx, replace(value, lo=-np.inf)), value.lo)
-    return logarithm(ctx, to_fixed(ctx, value))
+    return logarithm(ctx, _in_reach(ctx, node.input[0], to_fixed(ctx, value)))
 
 
 def wide_neg(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -222,7 +245,8 @@ def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     Raises:
         Refused: the static bounds let the result reach 2**40.
     """
-    value = narrow_to(ctx, single_scale(ctx, require_unmasked(to_fixed(ctx, args[0]))), 30)
+    given = _in_reach(ctx, node.input[0], to_fixed(ctx, args[0]))
+    value = narrow_to(ctx, single_scale(ctx, require_unmasked(given)), 30)
     step = abs(float(value.scale))
     highest = max(value.lo * float(value.scale), value.hi * float(value.scale))
     if highest > 28.0:

@@ -28,12 +28,12 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 from onnx_backend.integer.fixed_point.newton import factors_of_exponential, logarithm, table_of_exponentials
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label
+from onnx_backend.integer.ir.context import GUARD, Args, LoweringContext, integer_name, label
 from onnx_backend.integer.ir.operations import Shares, Softmax
 from onnx_backend.integer.ir.values import Array, Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
 from onnx_backend.integer.lowering.nonlinear.shares import BITS, LONGEST, SHARE, shares
-from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.nodes import attributes, metadata
 
 _BITS = 30
 #: exp(-_FAR) is below half a unit of 2**-_BITS.
@@ -115,8 +115,10 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         missing = bool(rows.missing)
     else:
         found, missing = _of_rows(ctx, near)
-    value = replace(found, source=label(node), missing=missing)
+    guard = float(metadata(node).get(GUARD, 0.0))
+    value = replace(found, source=label(node), missing=missing, error=found.error + guard / float(found.scale))
     if rows is not None:
+        rows = replace(rows, error=rows.error + guard)
         ctx.softmaxes[value.name] = value, rows
     scores = args[0]
     if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:

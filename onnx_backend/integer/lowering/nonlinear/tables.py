@@ -26,8 +26,12 @@ def table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
         """Return the function's values at every code, or at every element of a constant."""
         value = args[0]
         if isinstance(value, Lookup):
+            given = value.values.astype(np.float64)
             with np.errstate(all="ignore"):
-                values = function(value.values.astype(np.float64), attributes(node)).astype(np.float32)
+                values = function(given, attributes(node)).astype(np.float32)
+                if not np.all(np.isfinite(values)) and ctx.reach(node.input[0])[0] > 0.0:  # smaller codes never occur
+                    least = np.maximum(given, ctx.reach(node.input[0])[0])
+                    values = function(least, attributes(node)).astype(np.float32)
             if np.any(np.isnan(values)):  # an infinity is quantized to the end of the grid
                 raise Refused(NO_NUMBER, "clip its input to where it is defined")
             made_by = Function(node.op_type, value.encoding, attributes(node)) if value.encoding else None

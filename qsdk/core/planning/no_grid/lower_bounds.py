@@ -1,6 +1,7 @@
 """Lower bounds: how small the values of a tensor can become, as far as the ops before it show."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -13,7 +14,10 @@ _UNKNOWN = -np.inf
 #: bound of values that are never 0 in exact arithmetic, but may be arbitrarily small
 _ABOVE_ZERO = float(np.finfo(np.float32).smallest_subnormal)
 
-_POSITIVE = frozenset({"Exp", "Sigmoid", "Softplus", "Softmax"})
+#: a share by which float32 may round
+_ROUNDED = 2.0**-22
+
+_POSITIVE = frozenset({"Sigmoid", "Softplus", "Softmax"})
 _NOT_NEGATIVE = frozenset({"Relu", "HardSigmoid", "ThresholdedRelu", "Not"})
 #: ops whose result is a magnitude: as far from 0 as their input
 _SIZES = frozenset({"Abs", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
@@ -21,13 +25,22 @@ _SIZES = frozenset({"Abs", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
 _INSIDE = EXTREMES | {"ReduceMean", "GlobalAveragePool", "Resize", "Cast"}
 _OF_ONE = PERIODIC | {"Tanh", "Erf", "Softsign"}
 
+_CODES = MappingProxyType(
+    {
+        f"{sign}{bits}": (low, low + 2**bits - 1)
+        for bits in (2, 4, 8, 16)
+        for sign, low in (("uint", 0), ("int", -(2 ** (bits - 1))))
+    }
+)
+
 Bounds = Callable[[int | None], float]
 
 
 def lower_bounds(graph: Graph) -> Mapping[int, float]:
     """Return tensor id -> a number that none of its values is below; tensors that nothing bounds are absent.
 
-    A bound above 0 proves that a tensor is never 0: a sum with a guard, a clip, an exponential.
+    A bound above 0 proves that a tensor is never 0: a sum with a guard, a clip, an exponential, and the exponentials of
+    a softmax, of which one is 1. The graph may have pairs of QuantizeLinear and DequantizeLinear.
     """
     result: dict[int, float] = {}
 
@@ -45,6 +58,13 @@ def lower_bounds(graph: Graph) -> Mapping[int, float]:
         if bound > _UNKNOWN:
             result.update({t: max(bound, low(t)) for t in op.outputs})
     return result
+
+
+def never_above_zero(graph: Graph) -> frozenset[int]:
+    """Return the tensors that are another one less its largest elements."""
+    return frozenset(
+        op.outputs[0] for op in graph.ops if op.type == "Sub" and _is_largest(graph, op.inputs[1], op.inputs[0])
+    )
 
 
 def _bound(graph: Graph, op: Op, low: Bounds) -> float:
@@ -129,7 +149,91 @@ def _chosen(graph: Graph, op: Op, low: Bounds) -> float:
 
 def _summed(graph: Graph, op: Op, low: Bounds) -> float:
     first = low(op.inputs[0])
-    return first if first >= 0.0 else _UNKNOWN  # of many as small as that
+    if first < 0.0:
+        return _UNKNOWN  # of many as small as that
+    return max(first, _largest_along(graph, op.inputs[0], _axes(graph, op), low) * (1.0 - _ROUNDED))
+
+
+def _exponential(graph: Graph, op: Op, low: Bounds) -> float:
+    return max(float(np.exp(min(low(op.inputs[0]), 80.0))), _ABOVE_ZERO)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A QuantizeLinear and the DequantizeLinear that reads it, with one scale: what it quantizes, and its grid."""
+
+    source: int | None
+    scale: float
+    zero: float
+    codes: tuple[int, int]
+
+
+def _pair(graph: Graph, op: Op | None) -> _Pair | None:
+    """Return the pair that ends in an op, None if it ends none."""
+    quantize = None if op is None or op.type != "DequantizeLinear" else _maker(graph, op.inputs[0])
+    if op is None or op.inputs[0] is None or quantize is None or quantize.type != "QuantizeLinear":
+        return None
+    (scale, zero), written = ([graph.scalar(t) for t in (*end.inputs[1:3], None)[:2]] for end in (op, quantize))
+    codes = _CODES.get(graph.tensors[op.inputs[0]].dtype)
+    if scale is None or codes is None or [scale, zero] != written or (zero is None and len(op.inputs) > 2):
+        return None
+    return _Pair(quantize.inputs[0], scale, zero or 0.0, codes)
+
+
+def _on_grid(graph: Graph, op: Op, low: Bounds) -> float:
+    """Return the value on the grid of a pair that a lower bound of what it quantizes becomes at least."""
+    pair = _pair(graph, op)
+    if pair is None:
+        return _UNKNOWN
+    lowest, highest = (end - pair.zero for end in pair.codes)
+    least = float(np.clip(np.floor(low(pair.source) / pair.scale), lowest, highest)) * pair.scale
+    return least - abs(least) * _ROUNDED
+
+
+def _largest_along(graph: Graph, tensor: int | None, axes: tuple[int, ...] | None, low: Bounds) -> float:
+    """Return a number that the largest element of every row along some axes is not below."""
+    op, least = _maker(graph, tensor), low(tensor)
+    if op is None or axes is None:
+        return least
+    if op.type == "Sub" and _is_largest(graph, op.inputs[1], op.inputs[0], axes):
+        return max(least, 0.0)
+    if op.type in ("Exp", "DequantizeLinear"):
+
+        def along(source: int | None) -> float:
+            return _largest_along(graph, source, axes, low)
+
+        return max(least, (_exponential if op.type == "Exp" else _on_grid)(graph, op, along))
+    return _largest_along(graph, op.inputs[0], axes, low) if op.type in ("Identity", "Cast") else least
+
+
+def _is_largest(graph: Graph, tensor: int | None, of: int | None, axes: tuple[int, ...] | None = None) -> bool:
+    """Return whether a tensor is the largest of another (along the axes), on the same grid or on none."""
+    op, grid = _maker(graph, tensor), _pair(graph, _maker(graph, of))
+    while op is not None and op.type in ("Reshape", "Unsqueeze", "Identity", "DequantizeLinear"):
+        pair = _pair(graph, op)
+        if op.type == "DequantizeLinear" and (
+            pair is None or grid is None or replace(pair, source=grid.source) != grid
+        ):
+            return False
+        op = _maker(graph, op.inputs[0] if pair is None else pair.source)
+    return op is not None and op.type == "ReduceMax" and op.inputs[0] == of and axes in (None, _axes(graph, op))
+
+
+def _maker(graph: Graph, tensor: int | None) -> Op | None:
+    index = None if tensor is None else graph.producer.get(tensor)
+    return None if index is None else graph.ops[index]
+
+
+def _axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
+    """Return the axes of a reduction, counted from the first; None where they are not known."""
+    source = op.inputs[0]
+    shape = None if source is None else graph.tensors[source].shape
+    given = op.attributes.get("axes")
+    if given is None and len(op.inputs) > 1:
+        given = graph.value(op.inputs[1])
+    if given is None or shape is None:
+        return None
+    return tuple(sorted(int(axis) % len(shape) for axis in np.reshape(given, -1)))
 
 
 def _products(graph: Graph, op: Op, low: Bounds) -> float:
@@ -155,6 +259,8 @@ _BOUNDS: Mapping[str, Callable[[Graph, Op, Bounds], float]] = MappingProxyType(
         "Min": _smallest,
         "Where": _chosen,
         "ReduceSum": _summed,
+        "Exp": _exponential,
+        "DequantizeLinear": _on_grid,
         "Elu": _elu,
     }
 )
