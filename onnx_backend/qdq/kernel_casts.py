@@ -187,6 +187,8 @@ class _Inserter:
     def _runs(self, node: NodeProto, scope: _Scope) -> bool:
         if node.domain not in _STANDARD or node.op_type in _ANY_DTYPE:
             return True
+        if self._widened.intersection(node.input):
+            return False
         reads, writes = ([scope.dtype(name) for name in names] for names in (node.input, node.output))
         needed = {*reads, *writes, *map(self._dtype_of, node.attribute)} & self._codes.keys()
         if any(node.op_type not in KERNELS[dtype] for dtype in needed):
@@ -224,7 +226,9 @@ class _Inserter:
             return False
         readers = self._readers.get(name, [])
         lacking = all(
-            reader.domain in _STANDARD and reader.op_type not in KERNELS[dtype] | _ANY_DTYPE for reader in readers
+            reader.domain in _STANDARD
+            and (reader.op_type not in KERNELS[dtype] | _ANY_DTYPE or f"qsdk.{_ONE_ROUNDING}" in metadata(reader))
+            for reader in readers
         )
         return bool(readers) and lacking and name not in self._outputs
 

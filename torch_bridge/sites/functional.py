@@ -93,26 +93,79 @@ def with_one_rounding(
 
 
 def _contiguous(x: Any) -> Any:
-    narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-    return x.contiguous() if narrow and x.dim() > 2 else x
+    return x.contiguous() if _is_narrow(x) and x.dim() > 2 else x
 
 
-#: ops whose scalar operand the exported file holds in the dtype of the tensor
-_WITH_SCALARS = frozenset({"add", "sub", "rsub", "mul", "div", "truediv"})
+def _is_narrow(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _NARROW
 
 
-def with_narrow_scalars(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of arithmetic on a float16 or bfloat16 tensor and a number, the number in that dtype.
+_NARROW = (torch.float16, torch.bfloat16)
+#: ops that torch, on processors at least, rounds inside in half precision: they are several, or their kernels are; the
+#: exported ones round once. `tests/torch_bridge/tracing/test_computed_dtypes.py` derives it again
+ROUNDED_INSIDE = frozenset(
+    {"cosine_similarity", "instance_norm", "log_softmax", "logsumexp", "normalize"}
+    | {"pairwise_distance", "prod", "softsign", "tanhshrink"}
+)
+_REVERSED_QUOTIENTS = ("__rtruediv__", "__rdiv__")  # of a number by a tensor: torch multiplies by the reciprocal
 
-    Torch computes with the number in float32 and rounds the result; the exported op has a constant of the tensor's
+
+def reads_narrow(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether an argument is a float16 or bfloat16 tensor."""
+    return any(_is_narrow(x) for x in args) or any(_is_narrow(x) for x in (kwargs or {}).values())
+
+
+def run_rounded_once(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a function; in half precision, one that torch rounds inside computes in float32 and rounds its result once.
+
+    So does the exported op, on every processor. What is asked for in another dtype stays as torch computes it.
+    """
+    values = (*args, *kwargs.values())
+    rounds = reads_narrow(args, kwargs) and _is_rounded_inside(func, args, kwargs)
+    mixed = any(isinstance(x, torch.dtype) or (isinstance(x, Tensor) and x.dtype == torch.float32) for x in values)
+    if not rounds or mixed or kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    dtype = next(x.dtype for x in values if _is_narrow(x))
+    return func(*map(_wide, args), **{name: _wide(x) for name, x in kwargs.items()}).to(dtype)
+
+
+def _is_rounded_inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    name = op_name(func)
+    if name == "pow" and func.__name__ not in ("pow_", "__ipow__"):  # torch multiplies in these alone
+        return any(type(x) in (int, float) and x in (3, -2) for x in (*args[1:], *kwargs.values()))
+    if name in ("softmax", "softmin"):
+        axis = args[1] if len(args) > 1 else kwargs.get("dim")
+        return bool(args) and axis not in (-1, args[0].dim() - 1)
+    return name in ROUNDED_INSIDE or getattr(func, "__name__", "") in _REVERSED_QUOTIENTS
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if _is_narrow(x) else x
+
+
+#: ops whose numbers the exported file holds in the dtype of the tensor
+_WITH_SCALARS = frozenset({"add", "sub", "rsub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "baddbmm"})
+_SCALARS = frozenset({"value", "weight", "alpha", "beta"})  # by keyword
+
+
+def with_narrow_scalars(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], Mapping[str, Any] | None]:
+    """Return the arguments of arithmetic on float16 or bfloat16 tensors and numbers, the numbers in that dtype.
+
+    Torch computes with a number in float32 and rounds the result; the exported op has a constant of the tensor's
     dtype. Where an op follows that magnifies the difference, as in `x * sigmoid(1.702 * x)`, it shows.
     """
-    if name not in _WITH_SCALARS or not any(type(value) is float for value in args[:2]):
-        return args
+    by_keyword = {key: x for key, x in (kwargs or {}).items() if key in _SCALARS and type(x) is float}
+    if name not in _WITH_SCALARS or not (by_keyword or any(type(value) is float for value in args)):
+        return args, kwargs
     dtype = next((x.dtype for x in args[:2] if isinstance(x, Tensor)), None)
-    if dtype not in (torch.float16, torch.bfloat16):
-        return args
-    return (*(_rounded(x, dtype) if type(x) is float else x for x in args[:2]), *args[2:])
+    if dtype not in _NARROW:
+        return args, kwargs
+    if name in ("add", "sub"):
+        by_keyword = {}  # the exporter multiplies by `alpha` in float32
+    narrow = {key: _rounded(x, dtype) for key, x in by_keyword.items()}
+    return tuple(_rounded(x, dtype) if type(x) is float else x for x in args), {**(kwargs or {}), **narrow}
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

@@ -27,7 +27,9 @@ from torch_bridge.sites.export_forms import export_form
 from torch_bridge.sites.functional import (
     computes_floats,
     op_name,
+    reads_narrow,
     repeats_requires_grad,
+    run_rounded_once,
     with_narrow_scalars,
     with_one_rounding,
 )
@@ -110,7 +112,8 @@ class Runtime(RuntimeState):
         if is_recording_gradients():
             frame.recording, frame.hook = True, saved_tensors_hook()
         self.frame = frame
-        if leaf and (narrow_type := self.island_at(frame.name)) is not None:
+        narrow_type = self.island_at(frame.name) if leaf else None
+        if narrow_type is not None:
             forward = functools.partial(run_narrow, narrow_type, frame, forward)
         try:
             if leaf and self.loss_inputs is not None and self.is_of_loss(frame.name, frame, args, kwargs):
@@ -122,7 +125,7 @@ class Runtime(RuntimeState):
             if parent is None:
                 with SiteMode(self):
                     result = forward(*args, **kwargs)
-            elif leaf and self._can_bypass_mode():
+            elif leaf and self._can_bypass_mode() and not (narrow_type or reads_narrow(args, kwargs)):
                 # nothing inside one op is a site, and the mode would slow down every call there
                 with torch._C.DisableTorchFunction():
                     result = forward(*args, **kwargs)
@@ -335,7 +338,7 @@ class SiteMode(TorchFunctionMode):
                     return parts(*args, **(kwargs or {}))
             name = op_name(func)
             if name and self.runtime.phase != "mark":
-                args = with_narrow_scalars(name, args)
+                args, kwargs = with_narrow_scalars(name, args, kwargs)
             ceiling = relu_ceiling_of_call(name, args, kwargs) if name else None
             if name and ceiling is not None and self.runtime.phase == "quantize":
                 return self._quantize_relu(
@@ -346,8 +349,12 @@ class SiteMode(TorchFunctionMode):
         recorder = self.runtime.recorder if frame is not None else None
         if recorder is not None:
             recorder.before_call((args, kwargs))
-        runs = export_form(func, args, kwargs or {}) if self.runtime.phase == "mark" else func
-        result = runs(*args, **(kwargs or {}))
+        if self.runtime.phase == "mark":
+            result = export_form(func, args, kwargs or {})(*args, **(kwargs or {}))
+        elif frame is not None and self.runtime.phase != "float":
+            result = run_rounded_once(func, *args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         if frame is not None and recorder is not None:
             recorder.after_call(frame, getattr(func, "__name__", ""), (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
@@ -362,7 +369,7 @@ class SiteMode(TorchFunctionMode):
         if not computes_floats(name, args, kwargs):
             return func(*args, **(kwargs or {}))
         owner = self.runtime.name_call(frame.next_owner(name), frame)
-        result = run_narrow(self.runtime.island_at(owner), None, func, *args, **(kwargs or {}))
+        result = run_narrow(self.runtime.island_at(owner), None, run_rounded_once, func, *args, **(kwargs or {}))
         return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
     def _run_inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
