@@ -227,7 +227,7 @@ class _Inserter:
         readers = self._readers.get(name, [])
         lacking = all(
             reader.domain in _STANDARD
-            and (reader.op_type not in KERNELS[dtype] | _ANY_DTYPE or f"qsdk.{_ONE_ROUNDING}" in metadata(reader))
+            and (reader.op_type not in KERNELS[dtype] | _ANY_DTYPE or f"qsdk.{ONE_ROUNDING}" in metadata(reader))
             for reader in readers
         )
         return bool(readers) and lacking and name not in self._outputs

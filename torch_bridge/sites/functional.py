@@ -105,7 +105,8 @@ _NARROW = (torch.float16, torch.bfloat16)
 #: exported ones round once. `tests/torch_bridge/tracing/test_computed_dtypes.py` derives it again
 ROUNDED_INSIDE = frozenset(
     {"cosine_similarity", "instance_norm", "log_softmax", "logsumexp", "normalize"}
-    | {"pairwise_distance", "prod", "softsign", "tanhshrink"}
+    | {"pairwise_distance", "prod", "softsign", "tanhshrink", "grid_sample"}
+    | {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}  # they add up overlaps in float16
 )
 _REVERSED_QUOTIENTS = ("__rtruediv__", "__rdiv__")  # of a number by a tensor: torch multiplies by the reciprocal
 
