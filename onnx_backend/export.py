@@ -28,6 +28,7 @@ from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import Check, write_file, write_sharing
 from onnx_backend.qdq.code_tables import look_up_codes
+from onnx_backend.qdq.folded_pads import fold_pads
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_options
 from onnx_backend.qdq.insert import lower
@@ -179,6 +180,7 @@ def _form(
     narrow_islands(model, dialect)
     if writing_of(dialect).for_onnxruntime:
         look_up_codes(model)
+        fold_pads(model)
     drop_properties(model, (CACHE_KEY, FILE_KEY))
     if integer_edges is not None:
         take_integer_cache(model, integer_edges)

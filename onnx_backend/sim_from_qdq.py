@@ -20,11 +20,13 @@ from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.opening.stored_encodings import with_flags
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.model_io import source_name
 from onnx_backend.proto.nodes import attributes, is_mark, metadata
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
+from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
 from onnx_backend.qdq.read import LITERAL_KEY
 from onnx_backend.runtime.session import with_float_weights
@@ -84,7 +86,7 @@ def open_as_written(source: ModelProto) -> OnnxSim:
     """
     normal = normalize_qdq(source)
     opened = open_qdq(at_opset(inline_functions(normal)))
-    remarks = put_back_activations(opened, sites_of_ours(source))
+    remarks = put_back_activations(opened, sites_of_ours(as_simulated(source)))
     sim = OnnxSim.from_qdq(normal, opened)
     sim.notes = Notes(remarks=remarks)
     return sim
@@ -105,7 +107,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     """
     normal = normalize_qdq(source)
     opened = open_qdq(at_opset(inline_functions(normal)))
-    lost = put_back_activations(opened, sites_of_ours(source))
+    lost = put_back_activations(opened, sites_of_ours(as_simulated(source)))
     found = with_flags(normal, opened.encodings)
     plain, tensors = _unmarked(opened)
     lost += _as_floats(plain)
@@ -139,6 +141,7 @@ class _FloatTensor:
 
     tensor: str
     scalar: bool
+    zero: bool  # a stored tensor of zeros, such as the bias of a layer that has none
 
 
 def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _FloatTensor]]:
@@ -165,7 +168,7 @@ def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _FloatTenso
                 "open the file as it is with config=None, or quantize the float model it came from"
             )
         one = name in stored and not any(n != 1 for n in stored[name].dims)
-        found[site] = _FloatTensor(name, one)
+        found[site] = _FloatTensor(name, one, name in stored and not array(stored[name]).any())
     return plain, found
 
 
@@ -197,11 +200,11 @@ def _require_all_placed(
     encodings: Mapping[str, Encoding],
     casts: Mapping[str, DType],
 ) -> None:
-    """Refuse to lose an encoding; a scalar constant holds its quantized value already, and needs none."""
+    """Refuse to lose an encoding; a scalar constant holds its quantized value already, and zeros need none."""
     lost = []
     for site in (*encodings, *casts):
         if site not in plan.decisions:
-            if not tensors_of[site].scalar:
+            if not tensors_of[site].scalar and not tensors_of[site].zero:
                 lost.append(f"{site} (the tensor {tensors_of[site].tensor!r} has no site in the float model)")
         elif site in encodings:
             why = misfit(encodings[site], graph.tensors[graph.sites[site]].shape)

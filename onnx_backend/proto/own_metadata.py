@@ -94,6 +94,27 @@ def _is_island(text: str) -> bool:
     )
 
 
+def _is_padded(text: str) -> bool:
+    """Return whether a text says the Pad and the pair that a convolution's own padding stands for."""
+    found = _parsed(text)
+    if not isinstance(found, dict) or found.keys() != {
+        "pad",
+        "quantize",
+        "dequantize",
+        "pads",
+        "own",
+        "inputs",
+        "facts",
+    }:
+        return False
+    sizes = [found["pads"], found["own"] if found["own"] is not None else []]
+    numbers = all(isinstance(size, list) and all(type(n) is int and 0 <= n < 2**31 for n in size) for size in sizes)
+    named = all(_is_texts(found[name]) and len(found[name]) == 2 for name in ("pad", "quantize", "dequantize"))
+    facts = found["facts"]
+    sound = isinstance(facts, dict) and all(isinstance(value, str) for value in facts.values())
+    return numbers and named and sound and found["inputs"] in (2, 3) and len(found["pads"]) > 4
+
+
 def _is_texts(found: object) -> bool:
     return isinstance(found, list) and all(isinstance(item, str) for item in found)
 
@@ -138,6 +159,8 @@ _NODE_NOTES: Mapping[str, Callable[[str], bool]] = {
     "qsdk.kind": _KINDS.__contains__,
     "qsdk.perm": _is_axes,
     "qsdk.island": _is_island,
+    "qsdk.padded": _is_padded,
+    "qsdk.table": bool,
     "qsdk.computes_in": _FLOATS.__contains__,
     "qsdk.enters": _FLOATS.__contains__,
     "qsdk.kernel_attributes": _is_dtypes_by_name,

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
-from onnx_backend.proto.nodes import attributes, metadata, replace_nodes, set_metadata
+from onnx_backend.proto.nodes import attributes, metadata, node_label, replace_nodes, set_metadata
+from qsdk.core.errors import FileFormatError
 
 TABLE_KEY = "qsdk.table"  # metadata of a DequantizeLinear behind a look-up: the name of the whole table, dequantized
 _ON_CODES = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
@@ -39,7 +40,11 @@ def look_up_codes(model: ModelProto) -> None:
 
 
 def dequantize_tables(model: ModelProto) -> ModelProto:
-    """Return the model, or a changed copy, with whole tables dequantized in front of look-ups, as sites have them."""
+    """Return the model, or a changed copy, with whole tables dequantized in front of look-ups, as sites have them.
+
+    Raises:
+        FileFormatError: a note of a table stands at another node than one behind a look-up.
+    """
     if not any(TABLE_KEY in metadata(node) for node in model.graph.node):
         return model
     result = ModelProto()
@@ -52,7 +57,12 @@ def dequantize_tables(model: ModelProto) -> ModelProto:
         if name is None:
             nodes += [] if on_codes.intersection(node.output) else [node]
             continue
-        gather = makers[node.input[0]]
+        gather = makers.get(node.input[0])
+        if gather is None or gather.op_type != "Gather" or node.op_type != "DequantizeLinear":
+            raise FileFormatError(
+                f"the node {node_label(node)!r} has {TABLE_KEY} and is no DequantizeLinear behind a Gather; the file "
+                "was changed, export it again"
+            )
         if name not in makers and name not in made:
             made.add(name)
             nodes.append(_whole(node, gather, name, initializers(result.graph)))
