@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.planning.plan import Plan
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import JOINS, keeps_grid
 from torch_bridge.compressed.scheme import NoFieldError
 
 _PRODUCTS = ("Gemm", "MatMul")
@@ -75,7 +75,7 @@ def _encoding_site(graph: Graph, plan: Plan, tensor: int) -> str | None:
     current = tensor
     while graph.tensors[current].site is None and current in graph.producer:
         op = graph.ops[graph.producer[current]]
-        if op.type == "Concat" or not keeps_grid(graph, op) or op.inputs[0] is None:
+        if op.type in JOINS or not keeps_grid(graph, op) or op.inputs[0] is None:
             return None
         current = op.inputs[0]
     decision = plan.decisions.get(graph.tensors[current].site or "")

@@ -1,16 +1,19 @@
 """The edges of the integer model: float tensors with one Q/DQ node at each edge, or integers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.context import FIXED_SIZES, LoweringContext, integer_name
+from onnx_backend.integer.ir.context import FIXED_SIZES, LoweringContext, integer_name, move
 from onnx_backend.integer.ir.values import (
     GRIDS,
     ActivationEncoding,
+    Array,
     Codes,
     Constant,
     Failed,
@@ -21,6 +24,13 @@ from onnx_backend.integer.ir.values import (
     Lookup,
     Refused,
     Value,
+)
+from onnx_backend.proto.nodes import attributes
+from qsdk.core.graph.op_facts import RESHAPES
+
+_APART = (
+    "let its parts leave the model one by one and join them outside of it, or keep what joins and moves them float by "
+    "allow_float= (tie=True gives all of them one grid, on which small ones, such as scores beside boxes, are all 0)"
 )
 
 
@@ -127,40 +137,109 @@ def leave(ctx: LoweringContext, value: Value, output: str) -> Codes | None:
     return codes
 
 
+@dataclass(frozen=True)
+class _Assembly:
+    """Codes of several encodings: one for each index of an axis, or, where that is None, one for all.
+
+    Those of more than 8 bits are int32 as everywhere, and uint16 where they are joined.
+    """
+
+    codes: str
+    axis: int | None
+    encodings: tuple[ActivationEncoding, ...]
+    kind: int
+
+    def unsigned(self, b: Builder, *, wide: bool) -> str:
+        """Return the codes in uint8 or uint16."""
+        return b.cast(self.codes, TensorProto.UINT16) if wide and self.kind != TensorProto.UINT16 else self.codes
+
+
 def _leave_joined(ctx: LoweringContext, value: Joined, output: str) -> None:
     """Emit a Concat of codes and one DequantizeLinear with a scale per index of its axis: each part keeps its own.
 
     Raises:
-        Refused: a part is not quantized, its size is not static, or the whole is moved afterwards.
+        Refused: a part is not quantized, its size is not static, or no one axis tells the parts apart.
     """
-    parts = list(_parts_of(value, output))
-    b = ctx.builder
-    encodings = [(part.encoding, size) for part, size in parts if part.encoding is not None]
-    wide = any(encoding.wide for encoding, _ in encodings)
-    names = [part.name for part, _ in parts]
-    if wide:
-        names = [b.cast(name, TensorProto.UINT16) for name in names]
-    codes = b.node("Concat", names, axis=value.axis)
+    b, whole = ctx.builder, _assembly(ctx, value, output)
+    wide = whole.kind != TensorProto.UINT8
     kind = np.uint16 if wide else np.uint8
-    scales = np.concatenate([np.full(size, encoding.scale, np.float32) for encoding, size in encodings])
-    zeros = np.concatenate([np.full(size, encoding.zero_point, kind) for encoding, size in encodings])
+    scales = np.array([encoding.scale for encoding in whole.encodings], np.float32)
+    zeros = np.array([encoding.zero_point for encoding in whole.encodings], kind)
+    axis = {} if whole.axis is None else {"axis": whole.axis}
+    if whole.axis is None:
+        scales, zeros = scales[0], zeros[0]
     names = [b.constant(scales, np.float32, f"{output}.scale"), b.constant(zeros, kind, f"{output}.zero_point")]
-    _append(b, "DequantizeLinear", [codes, *names], output, axis=value.axis)
+    _append(b, "DequantizeLinear", [whole.unsigned(b, wide=wide), *names], output, **axis)
 
 
-def _parts_of(value: Joined, output: str) -> Iterator[tuple[Lookup, int]]:
-    remedy = f"quantize the Concat that makes {output!r} as one tensor: config.override(its owner, tie=True)"
-    for part, size in zip(value.parts, value.sizes, strict=True):
-        if isinstance(part, Joined) and part.axis == value.axis and not part.after:
-            yield from _parts_of(part, output)
-        elif not isinstance(part, Lookup) or part.encoding is None:
-            raise Refused("it is a Concat of parts that are not all quantized", remedy)
-        elif size is None:
-            raise Refused("it is a Concat of several encodings whose parts have sizes that are not static", FIXED_SIZES)
-        elif value.after:
-            raise Refused("it is a Concat of several encodings that is moved afterwards", remedy)
-        else:
-            yield part, size
+def _assembly(ctx: LoweringContext, value: Value, output: str) -> _Assembly:
+    """Return the codes of what several encodings were joined to, moved or not."""
+    if isinstance(value, Lookup) and value.encoding is not None:
+        return _Assembly(value.name, None, (value.encoding,), value.encoding.onnx_kind)
+    if isinstance(value, Constant):
+        encoding = _grid_of(value.values)
+        codes = ctx.builder.constant(encoding.quantize(value.values), encoding.kind)
+        return _Assembly(codes, None, (encoding,), encoding.onnx_kind)
+    if not isinstance(value, Joined):
+        raise Refused("it is a Concat of parts that are not all quantized", _APART)
+    parts = [_assembly(ctx, part, output) for part in value.parts]
+    whole = _joined(ctx, value, parts)
+    for step in value.after:
+        codes = move(ctx, step, whole.codes, whole.encodings[0], f"{output}.moved")
+        whole = replace(whole, codes=codes, axis=_axis_behind(ctx, step.node, whole.axis))
+    return whole
+
+
+def _joined(ctx: LoweringContext, value: Joined, parts: Sequence[_Assembly]) -> _Assembly:
+    wide, axes = any(part.kind != TensorProto.UINT8 for part in parts), {part.axis for part in parts}
+    kind = int(TensorProto.UINT16 if wide else TensorProto.UINT8)
+    codes = ctx.builder.node("Concat", [part.unsigned(ctx.builder, wide=wide) for part in parts], axis=value.axis)
+    if len({(part.axis, part.encodings) for part in parts}) == 1 and axes != {value.axis}:
+        return _Assembly(codes, parts[0].axis, parts[0].encodings, kind)
+    if not axes <= {None, value.axis}:
+        raise Refused("it is a Concat of parts that are joined of several encodings along another axis", _APART)
+    if None in value.sizes:
+        raise Refused("it is a Concat of several encodings whose parts have sizes that are not static", FIXED_SIZES)
+    sizes = [size or 1 if part.axis is None else 1 for part, size in zip(parts, value.sizes, strict=True)]
+    encodings = tuple(e for part, size in zip(parts, sizes, strict=True) for e in part.encodings * size)
+    return _Assembly(codes, value.axis, encodings, kind)
+
+
+def _axis_behind(ctx: LoweringContext, node: NodeProto, axis: int | None) -> int | None:
+    """Return the axis that tells the parts of a Concat apart behind a node that moves it.
+
+    Raises:
+        Refused: there is none, or the sizes do not tell.
+    """
+    shape, made = ctx.shapes.get(node.input[0]), ctx.shapes.get(node.output[0])
+    if axis is None or node.op_type == "Identity":
+        return axis
+    if node.op_type == "Transpose" and shape is not None:
+        return list(attributes(node).get("perm") or reversed(range(len(shape)))).index(axis)
+    if node.op_type in RESHAPES and shape is not None and made is not None and None not in shape[axis:]:
+        inner = prod(size or 0 for size in shape[axis + 1 :])
+        for at, size in enumerate(made):
+            if size == shape[axis] and None not in made[at:] and prod(n or 0 for n in made[at + 1 :]) == inner:
+                return at
+    raise Refused(f"it is a Concat of several encodings, which {node.op_type} moves out of their axis", _APART)
+
+
+def _grid_of(values: Array) -> ActivationEncoding:
+    """Return the grid of a constant that is joined with codes: an exact one of 8 bits if there is one, else 16 bits.
+
+    Raises:
+        Refused: it holds NaN or an infinity.
+    """
+    if not np.isfinite(values).all():
+        raise Refused("it is a Concat of parts of which a stored one holds NaN or an infinity", _APART)
+    low, high = min(0.0, float(values.min(initial=0.0))), max(0.0, float(values.max(initial=0.0)))
+    whole = bool(np.all(values == np.rint(values))) and max(-low, high) < 1 << 24
+    step = float(np.gcd.reduce(values.astype(np.int64), axis=None)) if whole and values.size else 0.0
+    if (low, high) == (0.0, 0.0) or (step and (high - low) / step <= 255):
+        step = step or 1.0
+        return ActivationEncoding(step, int(-low / step), int(TensorProto.UINT8))
+    step = float(np.float32((high - low) / 65535))
+    return ActivationEncoding(step, round(-low / step), int(TensorProto.UINT16))
 
 
 def _unsigned(b: Builder, codes: str, encoding: ActivationEncoding) -> str:

@@ -12,7 +12,7 @@ from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.folded import fold_constants
 from qsdk.core.planning.from_encodings import bias_parts, misfit
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import JOINS, keeps_grid
 
 UNMATCHED, MISFIT = "unmatched", "misfit"
 
@@ -92,7 +92,7 @@ def _moves(file: StoredEncodings, graph: Graph, site: str) -> bool:
     """Return whether a site only passes on values under the encoding that they have, so that a model may lack it."""
     maker = graph.producer.get(graph.sites[site]) if site in graph.sites else None
     op = None if maker is None else graph.ops[maker]
-    if op is None or op.type == "Concat" or not keeps_grid(graph, op) or op.inputs[0] is None:
+    if op is None or op.type in JOINS or not keeps_grid(graph, op) or op.inputs[0] is None:
         return False
     return file.encodings.get(graph.tensors[op.inputs[0]].site or "") == file.encodings[site]
 

@@ -1,6 +1,6 @@
 """Planning of computed tensors: graph inputs and op outputs, and the encodings that they share."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,7 +11,17 @@ from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerT
 from qsdk.core.planning.choices import ResolvedConfig
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.plan import BY_CALIBRATION, OF_CACHE, Decision
-from qsdk.core.planning.ties import Classes, find_assemblies, find_caches, find_mixed_signs, find_ties, keeps_grid
+from qsdk.core.planning.ties import (
+    JOINS,
+    Classes,
+    find_assemblies,
+    find_caches,
+    find_mixed_signs,
+    find_rescaled,
+    find_ties,
+    keeps_grid,
+    moved_inputs,
+)
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(
@@ -43,7 +53,7 @@ def plan_activations(context: PlanningContext) -> dict[int, Decision]:
         for tensor in op.outputs:
             if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
                 result[tensor] = _decide(context, tensor, index, assembled)
-    return _tie(context, {**result, **_cached(context, result)})
+    return _tie(context, {**result, **_cached(context, result)}, assembled)
 
 
 def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
@@ -129,7 +139,7 @@ def _sources(context: PlanningContext, tensor: int) -> set[int]:
         made_by = context.graph.producer.get(left.pop())
         if made_by is not None and made_by in movers:
             op = context.graph.ops[made_by]
-            new = {t for t in (op.inputs if op.type == "Concat" else op.inputs[:1]) if t is not None} - result
+            new = set(moved_inputs(op)) - result
             result |= new
             left += new
     return result
@@ -229,13 +239,17 @@ def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | Non
     return None if wanted.fixed_range == "observed" else wanted.fixed_range
 
 
-def _tie(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+def _tie(
+    context: PlanningContext, activations: Mapping[int, Decision], assembled: Container[int]
+) -> dict[int, Decision]:
     """Return the decisions with every member of a tie class pointing to the first site of the class."""
     loose = {t: _comparable(d.spec, d.tensor_type) for t, d in activations.items() if d.quantized and d.spec}
     ties = {index: _ties(context, index) for index in _movers(context)}
     asymmetric = {t for t, spec in loose.items() if not spec.symmetric}
     mixed = {index for index in find_mixed_signs(context.graph, FIXED_RANGES) if ties.get(index) is None}
     untied = {index for index, wanted in ties.items() if wanted is False}
+    untied |= {index for index in find_rescaled(context.graph) if ties.get(index) is None}
+    untied |= {index for index in ties if context.graph.ops[index].outputs[0] in assembled}
     untied |= {index for index in mixed if asymmetric.issuperset(context.graph.ops[index].outputs)}
     classes = find_ties(context.graph, loose, untied | context.groups.keys())
     through = {tensor for tensor in loose if _passes_through(context, tensor, classes)}
@@ -274,7 +288,7 @@ def _tie_dynamic(context: PlanningContext, activations: Mapping[int, Decision]) 
     for index in _movers(context):
         op, source = context.graph.ops[index], context.graph.ops[index].inputs[0]
         home = None if source is None else result.get(source)
-        if op.type == "Concat" or home is None or not (home.dynamic or home.tied_dynamically):
+        if op.type in JOINS or home is None or not (home.dynamic or home.tied_dynamically):
             continue
         for tensor in op.outputs:
             if tensor in result and result[tensor].dynamic:
@@ -288,6 +302,4 @@ def _passes_through(context: PlanningContext, tensor: int, classes: Classes) -> 
     made_by = context.graph.producer.get(tensor)
     if made_by is None or not keeps_grid(context.graph, context.graph.ops[made_by]):
         return False
-    op = context.graph.ops[made_by]
-    data = op.inputs if op.type == "Concat" else op.inputs[:1]
-    return all(classes.find(t) == classes.find(tensor) for t in data if t is not None)
+    return all(classes.find(t) == classes.find(tensor) for t in moved_inputs(context.graph.ops[made_by]))

@@ -18,7 +18,7 @@ from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import keeps_grid, moved_inputs
 
 AS_GIVEN, THE_FILE = "as the file says", "the file"
 _HOLDS_0 = "; its grid holds 0, where the op that divides by it or takes its logarithm gives infinity or NaN"
@@ -126,9 +126,7 @@ def _moved_sites(graph: Graph, op: Op) -> list[str]:
     if not keeps_grid(graph, op):
         return []
     result: list[str] = []
-    for tensor in op.inputs if op.type == "Concat" else op.inputs[:1]:
-        if tensor is None:
-            continue
+    for tensor in moved_inputs(op):
         maker = graph.producer.get(tensor)
         site = graph.tensors[tensor].site
         through = [] if site is not None or maker is None else _moved_sites(graph, graph.ops[maker])

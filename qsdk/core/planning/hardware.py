@@ -11,7 +11,7 @@ from qsdk.core.numerics.dtypes import DTYPES, DType
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.context import ONNX_NAMES, PlanningContext
 from qsdk.core.planning.plan import Decision
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import JOINS, keeps_grid
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _quantized_at(context: PlanningContext, tensor: int | None, decisions: Mappi
     while current is not None and current in decisions and not decisions[current].quantized:
         made_by = context.graph.producer.get(current)
         op = None if made_by is None else context.graph.ops[made_by]
-        moved = op is not None and op.type != "Concat" and keeps_grid(context.graph, op)
+        moved = op is not None and op.type not in JOINS and keeps_grid(context.graph, op)
         current = op.inputs[0] if op is not None and moved else None
     return current if current in decisions else None
 

@@ -12,7 +12,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import BY_CALIBRATION, Plan
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import keeps_grid, moved_inputs
 from qsdk.core.ranges.ranges import Range
 
 #: radians; a grid of 8 bits holds four turns in such steps
@@ -82,7 +82,7 @@ def _divisors_of_zero(graph: Graph, observed: CalibrationResult) -> dict[str, st
         maker = graph.producer.get(tensor)
         op = None if maker is None else graph.ops[maker]
         if op is not None and (op.type in _ZERO_OF_ZERO or keeps_grid(graph, op)):
-            waiting += [t for t in (op.inputs if op.type in ("Mul", "Concat") else op.inputs[:1]) if t is not None]
+            waiting += [t for t in op.inputs if t is not None] if op.type == "Mul" else moved_inputs(op)
     return result
 
 
@@ -113,7 +113,7 @@ def _factors(graph: Graph, index: int, observed: CalibrationResult) -> dict[int,
     if op.type in _SAME_SIZE:
         return dict.fromkeys(read, 1.0)
     if keeps_grid(graph, op):
-        return dict.fromkeys(read if op.type == "Concat" else read[:1], 1.0)
+        return dict.fromkeys(moved_inputs(op), 1.0)
     if op.type == "Mul" and len(read) == 2:
         return {read[0]: _largest(graph, read[1], observed), read[1]: _largest(graph, read[0], observed)}
     if op.type == "Div" and len(read) == 2:

@@ -1,10 +1,13 @@
 """Ties: which ops carry an encoding from their input to their output."""
 
+import numpy as np
 import pytest
 from strategies import GraphBuilder
 
+from qsdk.core.config.config import w8a8
 from qsdk.core.graph.graph import Graph, Op, Tensor
-from qsdk.core.planning.ties import PASS_THROUGH, Classes, find_ties, keeps_grid
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.ties import PASS_THROUGH, Classes, find_rescaled, find_ties, keeps_grid
 
 
 def tied(graph: Graph, left: int, right: int, groups: dict[int, object] | None = None) -> bool:
@@ -154,3 +157,69 @@ def test_a_tie_ends_where_the_specs_differ():
     x = b.input()
     y = b.op("Reshape", [x])
     assert not tied(b.graph(y), x, y, {x: "uint8", y: "uint16"})
+
+
+# values that are written over others
+
+
+@pytest.mark.parametrize("type", ["ScatterND", "ScatterElements"])
+def test_what_is_assigned_by_index_ties_what_it_replaces(type: str):
+    b = GraphBuilder()
+    x, places, new = b.input("x"), b.input("places", dtype="int64"), b.input("new")
+    y = b.op(type, [x, places, new])
+    assert tied(b.graph(y), x, y)
+    assert tied(b.graph(y), new, y)
+    assert not tied(b.graph(y), places, y)
+    b = GraphBuilder()
+    x, places, new = b.input("x"), b.input("places", dtype="int64"), b.input("new")
+    y = b.op(type, [x, places, new], reduction="add")
+    assert not tied(b.graph(y), x, y)
+
+
+def test_a_tie_runs_through_assignments_inside_an_op_and_over_zeros():
+    b = GraphBuilder()
+    places, first, second = b.input("places", dtype="int64"), b.input("first"), b.input("second")
+    zeros = b.op("ConstantOfShape", [b.input("shape", (4,), "int64")])
+    y = b.op("ScatterND", [b.op("ScatterND", [zeros, places, first]), places, second])
+    z = b.op("Slice", [y], "getitem.0:output")
+    groups = dict.fromkeys((first, second, z), "uint8")
+    assert tied(b.graph(z), first, second, groups)
+    assert tied(b.graph(z), first, z, groups)
+    b = GraphBuilder()  # ones need not be on the grid
+    ones = b.stored(None, (4,), value=np.ones(4))
+    new = b.input("new")
+    z = b.op("Slice", [b.op("ScatterND", [ones, b.input("places", dtype="int64"), new])], "getitem.0:output")
+    assert not tied(b.graph(z), new, z, {new: "uint8", z: "uint8"})
+
+
+@pytest.mark.parametrize(
+    ("computed", "expected"),
+    [
+        (lambda b, x: b.op("Add", [x, b.input("z")]), False),
+        (lambda b, x: b.op("Div", [x, b.stored(None, (), value=8.0)]), False),
+        (lambda b, x: b.op("Mul", [x, b.stored(None, (), value=300.0)]), True),
+        (lambda b, x: b.op("Mul", [x, b.input("z")]), True),
+        (lambda b, x: b.op("Sigmoid", [b.op("Slice", [x])]), True),
+        (lambda b, x: b.op("Mul", [b.input("y"), b.input("z")]), False),
+    ],
+)
+def test_new_values_of_another_size_than_those_that_they_are_computed_from_share_no_grid(computed, expected: bool):
+    b = GraphBuilder()
+    x = b.op("Neg", [b.input("a")], "neg:output")
+    y = b.op("ScatterND", [b.op("Transpose", [x]), b.input("places", dtype="int64"), computed(b, x)])
+    graph = b.graph(b.op("Neg", [y], "y:output"))
+    assert bool(find_rescaled(graph)) is expected
+    decisions = make_plan(graph, w8a8()).decisions
+    assert decisions["neg:output"].state == "quantized"
+
+
+def test_assigned_scores_that_leave_the_model_keep_their_own_encoding():
+    for made, apart in (("Sigmoid", True), ("Sqrt", False)):
+        b = GraphBuilder()
+        x = b.op("Neg", [b.input("a")], "neg:output")
+        scores = b.op(made, [b.input("b")], "scores:output")
+        y = b.op("ScatterND", [x, b.input("places", dtype="int64"), scores], "y:output")
+        decisions = make_plan(b.graph(y), w8a8()).decisions
+        assert (decisions["y:output"].state, decisions["scores:output"].state) == (
+            ("float", "quantized") if apart else ("tied", "tied")
+        )

@@ -454,6 +454,84 @@ def test_concat(case):
     assert [row["form"] for row in result.certificate["requantizations"]] == forms
 
 
+ASSEMBLED = {
+    "a Concat alone": (lambda net, y: y, [2, 3, 7]),
+    "turned": (lambda net, y: net.op("Transpose", y, perm=[2, 0, 1]), [7, 2, 3]),
+    "in another shape": (lambda net, y: net.op("Reshape", y, net.const(np.array([-1, 7]))), [6, 7]),
+    "in another shape behind a turn": (
+        lambda net, y: net.op("Reshape", net.op("Transpose", y, perm=[0, 2, 1]), net.const(np.array([2, 7, 3, 1]))),
+        [2, 7, 3, 1],
+    ),
+    "twice": (lambda net, y: net.op("Concat", y, y, axis=1), [2, 6, 7]),
+    "twice, then turned": (lambda net, y: net.op("Transpose", net.op("Concat", y, y, axis=0)), [7, 3, 4]),
+    "with columns of whole numbers": (
+        lambda net, y: net.op("Concat", y, net.const(np.arange(-2, 4, dtype=np.float32).reshape(2, 3, 1)), axis=2),
+        [2, 3, 8],
+    ),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", ASSEMBLED)
+def test_parts_that_leave_as_one_tensor_keep_their_own_encodings(name, wide):
+    net, (moved, shape) = Net(), ASSEMBLED[name]
+    boxes = net.qdq(net.input([2, 3, 4], "a"), 2.5, 100)
+    scores = net.qdq(net.op("Sigmoid", net.qdq(net.input([2, 3, 3], "c"), 0.03, 120)), 1 / 255, 0)
+    if wide:
+        scores = net.qdq(scores, 1 / 65535, 0, TensorProto.UINT16)
+    net.output(moved(net, net.op("Concat", boxes, scores, axis=2)), shape)
+    feeds = {"a": noise((2, 3, 4), 200.0), "c": noise((2, 3, 3), seed=1)}
+    result, wanted = convert(net.model()), simulate(net.model(), feeds)["y"]
+    assert integer_findings(result.model) == []
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(result.model, feeds, level)["y"], wanted)
+    np.testing.assert_array_equal(run_reference(result.model, feeds)["y"], wanted)
+
+
+def test_a_stored_part_of_what_leaves_has_16_bits_where_8_are_not_exact():
+    net, column = Net(), np.linspace(-0.7, 3.3, 6, dtype=np.float32).reshape(2, 3, 1)
+    boxes = net.qdq(net.input([2, 3, 4], "a"), 2.5, 100)
+    net.output(net.op("Concat", boxes, net.const(column), axis=2), [2, 3, 5])
+    feeds = {"a": noise((2, 3, 4), 200.0)}
+    found, wanted = run(convert(net.model()).model, feeds)["y"], simulate(net.model(), feeds)["y"]
+    np.testing.assert_array_equal(found[..., :4], wanted[..., :4])
+    assert np.abs(found - wanted).max() <= 4.0 / 65535
+
+
+@pytest.mark.parametrize(
+    ("moved", "shape", "reason"),
+    [
+        (lambda net, y, z: net.op("Concat", y, z, axis=1), [2, 6, 7], "joined of several encodings along another axis"),
+        (
+            lambda net, y, z: net.op("Reshape", y, net.const(np.array([42]))),
+            [42],
+            "several encodings, which Reshape moves out of their axis",
+        ),
+        (
+            lambda net, y, z: net.op("Concat", y, net.const(np.full((2, 3, 1), np.nan, np.float32)), axis=2),
+            [2, 3, 8],
+            "holds NaN",
+        ),
+        (
+            lambda net, y, z: net.op("Concat", y, net.op("Sigmoid", y), axis=2),
+            [2, 3, 14],
+            "parts that are not all quantized",
+        ),
+    ],
+)
+def test_parts_that_no_axis_tells_apart_are_refused_without_advice_that_erases_one(moved, shape, reason):
+    net = Net()
+    first, second, third = (
+        net.qdq(net.input([2, 3, size], name), scale)
+        for name, size, scale in (("a", 4, 2.5), ("b", 3, 0.004), ("c", 7, 1.0))
+    )
+    y = moved(net, net.op("Concat", first, second, axis=2), third)
+    net.output(y, shape)
+    with pytest.raises(IntegerError, match=reason) as error:
+        convert(net.model())
+    assert "keep what joins and moves them float by allow_float=" in str(error.value)
+
+
 POOLS = {
     "plain": {"kernel_shape": [2, 2], "strides": [2, 2]},
     "overlapping": {"kernel_shape": [3, 3], "strides": [2, 1]},

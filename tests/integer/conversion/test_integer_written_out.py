@@ -3,9 +3,12 @@
 import numpy as np
 import onnx
 import pytest
+import torch
 from integer_comparison import compare, grid, noise
 from integer_models import INT8, UINT8, Net, run, simulate
 from onnx import TensorProto, helper
+from qdq_models import make_model
+from torch import nn
 
 import qsdk
 from onnx_backend.integer.convert import convert
@@ -298,3 +301,64 @@ def test_a_number_over_the_guard_of_another_s_norm_saturates(tmp_path):
     assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
     found = np.rint(run(onnx.load(tmp_path / "int.onnx"), feeds)["y"] * 255 / 2)
     np.testing.assert_array_equal(found[2:4], [[-128] * 12 + [0] * 12, [-128] * 24])
+
+
+# --- values assigned by index ----------------------------------------------------------------------------------------
+
+
+class Biased(nn.Module):
+    """Scores of which all but the first row and column get a bias, before a Softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.bias = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        scores[:, 1:, 1:] = scores[:, 1:, 1:] + self.bias
+        return scores.softmax(-1) @ x
+
+
+class Columns(nn.Module):
+    """Two columns that are divided before a Linear reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.first(x).clone()
+        y[..., 0] = y[..., 0] / 7.0
+        y[..., 1] = y[..., 1] / 8.0
+        return self.last(y)
+
+
+@pytest.mark.parametrize("network", [Biased, Columns])
+def test_what_a_module_assigns_by_index_converts(network, tmp_path):
+    torch.manual_seed(0)
+    model, x = network().eval(), torch.randn(2, 4, 8)
+    sim = qsdk.quantize(model, x, qsdk.w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "q.onnx", [x], progress=False).summary["passed"]
+    report = qsdk.to_integer(tmp_path / "q.onnx", tmp_path / "i.onnx", data=[x], progress=False)
+    assert (report.summary["float_tensors"], report.summary["max_lsb"] <= 1) == (0, True)
+
+
+def test_a_tensor_that_is_written_part_by_part_is_rounded_once(tmp_path):
+    rng, stored = np.random.default_rng(0), {"zeros": np.zeros((6, 8), np.float32)}
+    parts = [(f"p{i}", np.float32(rng.normal(size=(8, 8)) * (i + 1))) for i in range(3)]
+    nodes, y = [], "zeros"
+    for i, (name, weight) in enumerate(parts):
+        stored |= {f"w{i}": weight, f"at{i}": np.array([[2 * i], [2 * i + 1]])}
+        nodes.append(helper.make_node("MatMul", [f"x{i}", f"w{i}"], [name], f"m{i}"))
+        nodes.append(helper.make_node("ScatterND", [y, f"at{i}", name], [f"s{i}"], f"s{i}"))
+        y = f"s{i}"
+    model = make_model(nodes, {f"x{i}": (2, 8) for i in range(3)}, {"s2": None}, stored)
+    sim = qsdk.quantize(model, None, qsdk.w8a8())
+    homes = {sim.plan.decisions[f"{name}:output"].encoding_site for name in ("m0", "m1", "m2", "s0", "s1", "s2")}
+    assert homes == {"m0:output"}
+    data = {f"x{i}": rng.normal(size=(2, 8)).astype(np.float32) for i in range(3)}
+    qsdk.calibrate(sim, [data], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")
+    assert qsdk.to_integer(tmp_path / "q.onnx", tmp_path / "i.onnx", progress=False).summary["float_tensors"] == 0

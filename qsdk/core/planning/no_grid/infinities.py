@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import keeps_grid, moved_inputs
 
 AN_INFINITY = "the model writes an infinity into it, as a mask does, and no grid has one"
 
@@ -53,7 +53,8 @@ def _given(graph: Graph, op: Op, read: list[Signs]) -> Signs:
         return every - {_END[op.type]}
     if op.type in _KEEP:
         return every
-    return read[0] if keeps_grid(graph, op) else frozenset()
+    moved = moved_inputs(op) if keeps_grid(graph, op) else []
+    return frozenset[int]().union(*(signs for t, signs in zip(op.inputs, read, strict=True) if t in moved))
 
 
 _BOUNDS = ((1, "min"), (2, "max"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import EXTREMES, PERIODIC
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import keeps_grid, moved_inputs
 
 _UNKNOWN = -np.inf
 #: bound of values that are never 0 in exact arithmetic, but may be arbitrarily small
@@ -82,7 +82,7 @@ def _bound(graph: Graph, op: Op, low: Bounds) -> float:
         return first
     if op.type == "Pad":
         return min(first, 0.0) if keeps_grid(graph, op) else _UNKNOWN
-    return _least(op, low) if op.type == "Concat" else first if keeps_grid(graph, op) else _UNKNOWN
+    return min(map(low, moved_inputs(op)), default=_UNKNOWN) if keeps_grid(graph, op) else _UNKNOWN
 
 
 def _least(op: Op, low: Bounds) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.planning.no_grid.lower_bounds import lower_bounds
-from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.planning.ties import JOINS, keeps_grid
 
 A_DIVISOR = "a divisor that is never 0: its grid would hold 0"
 A_PART = "a sum in a divisor that a guard keeps above 0: a grid would round what is small to 0"
@@ -77,7 +77,7 @@ def _reciprocals(graph: Graph, guarded: Mapping[int, str]) -> set[int]:
     for op in graph.ops:
         one = op.type == "Div" and op.inputs[0] is not None and graph.scalar(op.inputs[0]) is not None
         inverted = any(t in guarded and reason is A_DIVISOR for t, reason in _read_as_divisors(graph, op))
-        moved = op.type != "Concat" and bool(op.inputs) and keeps_grid(graph, op) and op.inputs[0] in result
+        moved = op.type not in JOINS and bool(op.inputs) and keeps_grid(graph, op) and op.inputs[0] in result
         if moved or (inverted and (one or op.type != "Div")):
             result.update(op.outputs)
     return result
@@ -94,7 +94,7 @@ def _summed_up(graph: Graph, read: Iterable[int]) -> Iterator[int]:
             if op.type in _SUMS:
                 yield from chain + _squares(graph, op.inputs[0])
                 break
-            moved = op.type != "Concat" and keeps_grid(graph, op)
+            moved = op.type not in JOINS and keeps_grid(graph, op)
             tensor = op.inputs[0] if op.type in _OF_SUMS or moved else None
 
 
