@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.errors import ConfigError, DataError, ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.numerics.encoding import Encoding
@@ -30,7 +30,7 @@ from torch_bridge.prepare import PreparedModel
 from torch_bridge.quantizers.compiled_kernels import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.batches import Example, as_example
+from torch_bridge.torch_values.batches import Example, as_example, other_dtype
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
 from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.sharding import require_not_sharded
@@ -140,9 +140,19 @@ class QuantSim(StatefulSim):
         return self.example.converted(self.dtype_when_quantized, main_dtype(self.model)).placed(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Simulate: the module's own outputs, without gradients."""
-        with torch.no_grad():
-            return self.model(*args, **kwargs)
+        """Simulate: the module's own outputs, without gradients.
+
+        Raises:
+            DataError: floats of another dtype than the model's, which it does not take.
+        """
+        try:
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
+        except RuntimeError as error:
+            remedy = other_dtype(self.model, Example(args, kwargs))
+            if isinstance(error, QsdkError) or not remedy:
+                raise
+            raise DataError(f"the model does not take the input: {error}; {remedy}") from error
 
     def run(self, batch: Any) -> Any:
         """Simulate a batch: a tensor, a tuple of arguments or a mapping of keywords."""
@@ -362,7 +372,16 @@ class QuantSim(StatefulSim):
             yield model
 
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:
-        """Return optimizer groups: the model's parameters, and its learned scales at `scale_lr`."""
+        """Return optimizer groups: the model's parameters, and its learned scales at `scale_lr`.
+
+        Raises:
+            ConfigError: outside of `training`, where no scale is a parameter yet.
+        """
+        if not isinstance(self.runtime.schedule_state, ScheduleState):
+            raise ConfigError(
+                "scales are learned inside of the training block alone; make the optimizer there: "
+                "with sim.training(learn_scales=True): optimizer = torch.optim.AdamW(sim.parameter_groups(lr=1e-4))"
+            )
         return parameter_groups(self.model, list(self.quantizers.values()), lr=lr, scale_lr=scale_lr)
 
     def alone(self) -> AbstractContextManager[None]:

@@ -249,6 +249,21 @@ TAKE_A_SIM = frozenset(
 COUNTERPARTS: Mapping[str, str] = MappingProxyType(_AIMET | _TORCH | _ONNXRUNTIME | _OTHERS)
 
 
+#: where AIMET keeps the quantizers of a module
+OF_MODULES = ("param_quantizers", "input_quantizers", "output_quantizers")
+
+
+def quantizers_of(name: str, path: str) -> str:
+    """Return what to use in place of the quantizers that AIMET keeps on a module."""
+    kind, dtype = ("weight", "int4") if name.startswith("param") else ("activation", "uint16")
+    site = f"{path or 'self'}:{'weight' if kind == 'weight' else 'output'}"
+    return (
+        f"a module of a sim has no {name}; its sites have encodings: sim.encodings[{site!r}] reads one, "
+        f"config.override({site!r}, {kind}={dtype!r}) or sim.set_precision changes its dtype, and sim.freeze({site!r}) "
+        "keeps it as it is"
+    )
+
+
 def missing_name(name: str, known: Iterable[str]) -> str:
     """Return the text of the AttributeError for a name that qsdk does not have."""
     if name in COUNTERPARTS:

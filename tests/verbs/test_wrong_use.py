@@ -104,3 +104,51 @@ def test_no_config_is_w8a8_and_a_quantized_file_has_its_own(sim, tmp_path):
     assert opened.config == qsdk.w8a8()
     qsdk.export(sim, tmp_path / "model.onnx")
     assert qsdk.quantize(tmp_path / "model.onnx").config is None
+
+
+def test_a_misspelt_keyword_of_a_rule_is_answered_with_the_nearest_one():
+    with pytest.raises(qsdk.ConfigError, match=r"override\(\) has no weights=; did you mean weight=\?"):
+        qsdk.w8a8().override("*", weights="int4")
+    with pytest.raises(qsdk.ConfigError, match=r"skip\(\) has no dtyp=; did you mean dtype=\?"):
+        qsdk.w8a8().skip("*", dtyp="float16")
+    with pytest.raises(qsdk.ConfigError, match=r"has no foo=; it takes op_type, shape, .*, optional"):
+        qsdk.w8a8().override("*", foo=1)
+
+
+def test_an_op_type_that_the_model_lacks_is_refused_by_name():
+    with pytest.raises(qsdk.ConfigError, match=r"op_type=FooBar .* matches no op of that type; there are: Gemm, Input"):
+        qsdk.quantize(nn.Linear(6, 2), X, qsdk.w8a8().override(op_type="FooBar", weight="int4"))
+
+
+def test_floats_of_another_dtype_are_answered_with_how_to_convert_them(sim):
+    remedy = r"its floats are float16 and the model computes in float32: convert them, as in x\.to\(torch\.float32\)"
+    with pytest.raises(qsdk.DataError, match=remedy):
+        sim(X.half())
+    with pytest.raises(qsdk.DataError, match=remedy):
+        qsdk.calibrate(sim, [X.half()], progress=False)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # torch's own, where the dtype is right
+        sim(X[:, :3])
+
+
+def test_the_quantizers_that_other_tools_keep_on_modules_are_named_by_their_sites(sim):
+    with pytest.raises(qsdk.ModelError, match=r"no param_quantizers; .* sim\.encodings\['self:weight'\] reads one"):
+        sim.model.param_quantizers["weight"]
+    with pytest.raises(qsdk.ModelError, match=r"config\.override\('self:output', activation='uint16'\)"):
+        sim.model.output_quantizers[0]
+    assert not hasattr(sim.model, "weight_quantizers")
+    own = nn.Sequential(nn.Linear(6, 2))
+    own.add_module("output_quantizers", nn.ReLU())
+    assert isinstance(qsdk.quantize(own, X).model.output_quantizers, nn.ReLU)
+
+
+def test_mixed_precision_without_a_budget_or_a_metric_says_what_to_give(sim):
+    with pytest.raises(qsdk.ConfigError, match="metric=None is no function"):
+        qsdk.mixed_precision(sim, [X], None)
+    with pytest.raises(qsdk.ConfigError, match="max_drop=None is no budget"):
+        qsdk.mixed_precision(sim, [X], lambda sim: 1.0)
+
+
+def test_parameter_groups_are_refused_outside_of_training(sim):
+    for options in ({}, {"scale_lr": 0.1}):
+        with pytest.raises(qsdk.ConfigError, match="inside of the training block alone"):
+            sim.parameter_groups(lr=1e-3, **options)

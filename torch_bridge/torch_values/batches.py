@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.progress import over_batches
 from torch_bridge.torch_values.caches import is_cache
+from torch_bridge.torch_values.parameters import dtype_name, main_dtype
 from torch_bridge.torch_values.pytree import Path, argument_leaves, map_arguments, map_leaves
 
 Forward = Callable[[Any, Any], Any]
@@ -136,10 +137,22 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         shapes = [tuple(v.shape) for v in (*given.args, *given.kwargs.values()) if isinstance(v, Tensor)]
-        raise DataError(
-            f"the model does not run on {where} (tensors of shape {shapes}): {error}; give batches shaped like the "
-            "example, or forward= to call the model yourself"
-        ) from error
+        usual = "give batches shaped like the example, or forward= to call the model yourself"
+        remedy = other_dtype(model, given) or usual
+        raise DataError(f"the model does not run on {where} (tensors of shape {shapes}): {error}; {remedy}") from error
+
+
+def other_dtype(model: nn.Module, given: Example) -> str:
+    """Return how to convert inputs of another float dtype than the model's, or nothing where there are none."""
+    own = main_dtype(model)
+    leaves = [leaf for leaf in tree_leaves((given.args, dict(given.kwargs))) if isinstance(leaf, Tensor)]
+    others = [leaf.dtype for leaf in leaves if leaf.is_floating_point() and leaf.dtype != own]
+    if own is None or not others:
+        return ""
+    return (
+        f"its floats are {dtype_name(others[0])} and the model computes in {dtype_name(own)}: convert them, as in "
+        f"x.to({own}), or the model by sim.model.to({others[0]})"
+    )
 
 
 def progress_over(

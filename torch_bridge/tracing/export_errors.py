@@ -23,7 +23,11 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 # the code that a user did not write
-_INSIDE = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]), sysconfig.get_path("stdlib"))
+_BESIDE_TORCH = FilePath(torch.__file__).parents[1]
+_INSIDE = (
+    *(str(_BESIDE_TORCH / name) for name in ("torch/", "onnxscript/", "onnx_ir/", "onnx/")),
+    *(str(FilePath(__file__).parents[1]), sysconfig.get_path("stdlib") + "/"),
+)
 
 
 def require_plain(leaves: Sequence[tuple[Path, Any]]) -> None:
@@ -70,7 +74,7 @@ def export_error(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
                 "it multiplies each token with the weights of its experts; call "
                 'model.set_experts_implementation("batched_mm") before you quantize a mixture of transformers'
             )
-        return ExportError(f"torch has no ONNX form for {missing[1]}{where}; {remedy}")
+        return ExportError(f"torch has no ONNX form for {_users_name(chain, missing[1])}{where}; {remedy}")
     if "data-dependent" in text:
         return ExportError(
             f"the path through the model depends on the values of a tensor{where}, and a file holds one path; choose "
@@ -112,7 +116,30 @@ def _users_line(chain: Sequence[BaseException]) -> str:
         for frame in reversed(frames):
             if not frame.filename.startswith((*_INSIDE, "<")):
                 return f" at {frame.filename}:{frame.lineno} ({frame.line})"
-    return ""
+    node = _node(chain)
+    lines = (
+        []
+        if node is None
+        else re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', node.meta.get("stack_trace") or "")
+    )
+    own = [line for line in lines if not line[0].startswith((*_INSIDE, "<"))]
+    return f" at {own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
+
+
+def _users_name(chain: Sequence[BaseException], traced: str) -> str:
+    """Return the name of the function that was called, where the trace has another: `cumprod (prims.prod)`."""
+    node = _node(chain)
+    called = "" if node is None else node.meta.get("torch_fn", ("", ""))[1].rpartition(".")[2]
+    return traced if not called or called == traced.rpartition(".")[2] else f"{called} ({traced} in its trace)"
+
+
+def _node(chain: Sequence[BaseException]) -> torch.fx.Node | None:
+    """Return the node of the trace at which the conversion failed, or None."""
+    for error in chain:
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if isinstance(node := frame.f_locals.get("node"), torch.fx.Node):
+                return node
+    return None
 
 
 @dataclass(frozen=True)

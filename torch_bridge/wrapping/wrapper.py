@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qsdk.core.counterparts import OF_MODULES, quantizers_of
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint, run_without_normalization
@@ -103,6 +104,38 @@ def drop_quantizers(module: nn.Module) -> None:
             module._buffers.pop(name, None)
             module._non_persistent_buffers_set.discard(name)
     state.quantizers.clear()
+
+
+class _Elsewhere:
+    """What AIMET keeps on a module, and qsdk does not: whoever uses it is told where qsdk has it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by tools that inspect objects
+            raise AttributeError(name)
+        raise ModelError(self._text)
+
+    def __getitem__(self, key: object) -> Any:
+        raise ModelError(self._text)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+class _ElsewhereOf:
+    """The attribute of that name, unless the module has one of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        for held in () if module is None else (module._modules, module._buffers, module._parameters):
+            if self._name in held:
+                return held[self._name]
+        path = state_of(module).path if module is not None and is_wrapped(module) else ""
+        return _Elsewhere(quantizers_of(self._name, path))
 
 
 class _QuantizedModule(nn.Module):
@@ -347,6 +380,7 @@ def quantized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     # registries find classes by `str(cls)`, which consists of these two
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     body |= {"__doc__": base.__doc__, "_qsdk_parameters": names}
+    body |= {name: _ElsewhereOf(name) for name in OF_MODULES if not hasattr(base, name)}
     if hasattr(base, "save_pretrained"):
         body["save_pretrained"] = saving_with_sim(base)
     return type(f"Quantized{base.__name__}", (_QuantizedModule, base), body)

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Never
 
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.for_dialect import (
@@ -18,6 +18,7 @@ from qsdk.core.config.for_dialect import (
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
+    CONDITIONS,
     CacheScales,
     FixedRange,
     Rule,
@@ -26,6 +27,7 @@ from qsdk.core.config.rules import (
     make_rule,
     require_cache_scales,
     require_dynamic,
+    require_known,
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
@@ -167,6 +169,7 @@ class QuantConfig:
         supergroup: bool | None = None,
         scale_bits: int | None = None,
         optional: bool = False,
+        **unknown: Never,
     ) -> "QuantConfig":
         """Return a config with one more rule, for the places that fit `pattern` and every condition given.
 
@@ -195,11 +198,13 @@ class QuantConfig:
             supergroup: False quantizes the members one by one, where a runtime does not fuse them.
             scale_bits: digits of scales: 1 for powers of two, where a chip rescales by shifts.
             optional: the rule may match nothing, and keeps no BatchNorm from being folded.
+            unknown: none; a misspelt keyword is answered with the nearest one.
 
         Raises:
-            ConfigError: an unknown dtype, or a rule without any choice.
+            ConfigError: an unknown dtype or keyword, or a rule without any choice.
         """
-        options = {n: v for n, v in locals().items() if n not in ("self", "pattern", "optional")}
+        options = {n: v for n, v in locals().items() if n not in ("self", "pattern", "optional", "unknown")}
+        require_known("override", unknown, (*options, "optional"))
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
     def skip(
@@ -211,12 +216,14 @@ class QuantConfig:
         shape: Shape | Sequence[int | None] | None = None,
         tensor_dtype: DType | TensorDType | None = None,
         optional: bool = False,
+        **unknown: Never,
     ) -> "QuantConfig":
         """Return a config that leaves the places that fit `pattern` and every condition in a float dtype.
 
         Raises:
-            ConfigError: dtype is not a float type.
+            ConfigError: dtype is not a float type, or a keyword is unknown.
         """
+        require_known("skip", unknown, ("dtype", *CONDITIONS, "optional"))
         result = dtype_named(dtype)
         if result.kind != "float":
             raise ConfigError(f"skip({pattern!r}) keeps owners float; {result} is not a float dtype, use override")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
 from typing import Any, Literal, get_args
 
@@ -208,6 +209,18 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
     if "fixed_range" in given:
         given["fixed_range"] = as_fixed_range(given["fixed_range"], f" (rule {pattern!r})")
     return Rule(pattern, **given, optional=optional)
+
+
+def require_known(call: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keywords that a call does not have.
+
+    Raises:
+        ConfigError: names the nearest one.
+    """
+    for name in unknown:
+        near = get_close_matches(name, list(known), n=1)
+        remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
+        raise ConfigError(f"{call}() has no {name}=; {remedy}")
 
 
 def require_bias(dtype: DType | None, where: str) -> None:

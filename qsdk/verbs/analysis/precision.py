@@ -60,7 +60,7 @@ def mixed_precision(
     data: Iterable[Any],
     metric: Callable[[Any], float],
     *,
-    max_drop: float,
+    max_drop: float | None = None,
     levels: Sequence[Mapping[str, str]] = LEVELS,
     max_evaluations: int = EVALUATIONS,
     max_ms: float | None = None,
@@ -78,7 +78,7 @@ def mixed_precision(
         sim: calibrated, of either side. Afterwards it has the chosen precision.
         data: as for `calibrate`.
         metric: called with the sim; larger is better.
-        max_drop: how much it may fall below that of the float model that was given to `quantize`.
+        max_drop: always to be given: how much it may fall below that of the float model that was given to `quantize`.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
         max_evaluations: of the metric; the few that show whether a level suffices are made in any case.
         max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
@@ -109,6 +109,7 @@ def mixed_precision(
         True
     """
     require_budget(metric, max_drop)
+    assert max_drop is not None
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime))
     samples, noise, facts = _ranked(sim, data, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}

@@ -138,3 +138,26 @@ def test_a_mixture_of_experts_is_told_which_form_of_it_has_a_file():
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).eval()
     with pytest.raises(ExportError, match=r'no ONNX form for .*set_experts_implementation\("batched_mm"\)'):
         quantize(model, {"input_ids": torch.arange(6)[None]}, w8a8())
+
+
+class Untranslatable(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: torch.cumprod(x, -1), r"cumprod \(prims\.prod in its trace\) at .*test_refusals\.py:\d+ \("),
+        (lambda x: torch.median(x, -1).values, r"median at .*test_refusals\.py:\d+ \("),
+        (lambda x: torch.histc(x, 4), r"cannot trace the model at .*test_refusals\.py:\d+ \("),
+    ],
+    ids=["cumprod", "median", "histc"],
+)
+def test_a_function_without_an_onnx_form_is_named_as_it_was_called_with_its_line(function, said: str):
+    with pytest.raises(ExportError, match=said):
+        quantize(Untranslatable(function), torch.randn(2, 4))
