@@ -5,6 +5,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -58,6 +59,7 @@ def example_sizes(text: str) -> dict[str, list[int]]:
     }
 
 
+@cache
 def installed(package: str) -> str | None:
     """Return the version of a package, or None where it is not installed."""
     try:
