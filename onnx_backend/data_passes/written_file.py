@@ -49,11 +49,13 @@ class ExampleRun:
         batch: that the sim was run on.
         feeds: its values, by the names of a file's inputs.
         outputs: of the simulation, in graph order.
+        place: what it ran on; what a device other than the CPU multiplies may have fewer bits than float32.
     """
 
     batch: Any
     feeds: Mapping[str, Array]
     outputs: Sequence[Array]
+    place: str = "cpu"
 
 
 Run = Callable[[], ExampleRun | str]
@@ -111,13 +113,16 @@ def _compared(
         return f"opened, and not run: {example}"
     edges = {edge.name: edge for edge in session.get_inputs()}
     feeds = {name: as_declared(value, edges[name].type) for name, value in example.feeds.items() if name in edges}
-    misfit = next((name for name in edges if name not in feeds or not _fits(feeds[name], edges[name])), None)
+    sized = {name: _of_size(value, edges[name].shape) for name, value in feeds.items()}
+    misfit = next((name for name in edges if name not in sized or not _fits(sized[name], edges[name])), None)
     if misfit is not None:
         return f"opened, and not run: the example does not fit its input {misfit!r}"
     try:
-        got = session.run(None, feeds)
+        got = session.run(None, sized)
     except (EndedProcessError, RuntimeError) as error:
         raise _WrongError(f"does not run on the example: {_words(error, file)}") from error
+    if any(sized[name].shape != value.shape for name, value in feeds.items()):
+        return "run, and not compared: its sizes are not those of the example"
     if any(node.op_type in RANDOM_OPS for node in all_nodes(file.model.graph.node)):
         return "run, and not compared: the model draws random numbers"
     if _as_simulated(file.model, got, example.outputs):
@@ -142,6 +147,8 @@ def _compared(
         return f"{apart()}: the runtime rounds float16 and bfloat16 at other places{_shown(worst)}"
     if reason := overflow_reason(opened):
         return f"{apart()}: {reason}"
+    if example.place != "cpu":
+        return f"{apart()}: the sim runs on {example.place}{_shown(worst)}"
     raise _WrongError(f"computes something else than the simulation{_shown(worst) or ': ' + apart()}")
 
 
@@ -185,6 +192,14 @@ def _opens(path: Path, level: Level) -> bool:
 
 def _words(error: Exception, file: StagedModel) -> str:
     return " ".join(str(error).replace(file.staged.name, file.path.name).split())
+
+
+def _of_size(value: Array, sizes: Sequence[Any]) -> Array:
+    """Return an array of the sizes that an input takes, its values repeated; of another rank, as it is."""
+    if len(sizes) != value.ndim:
+        return value
+    shape = tuple(size if isinstance(size, int) else own for size, own in zip(sizes, value.shape, strict=True))
+    return value if shape == value.shape else np.resize(value, shape)
 
 
 def _fits(value: Array, edge: Any) -> bool:

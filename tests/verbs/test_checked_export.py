@@ -1,8 +1,10 @@
 """The last act of an export: the written file is opened as a user does, in a process that it may end."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from onnx_backend.data_passes import written_file
 from onnx_backend.qdq import insert
 from onnx_backend.runtime.user_session import user_session
 from qsdk.core.errors import ExportError, ModelError
+from qsdk.verbs.doors.onnx_door import OnnxDoor
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 4, 8)).astype(np.float32)
@@ -100,6 +103,10 @@ def test_a_file_that_computes_something_else_is_refused_with_the_site(tmp_path, 
     problem = r"computes something else than the simulation, layer:output: \d+ steps off; .* check=False$"
     with pytest.raises(ExportError, match=problem):
         qsdk.export(sim, tmp_path / "wrong.onnx")
+    ran = OnnxDoor.run_example  # a device may multiply with fewer bits than float32, and then the sim is off
+    monkeypatch.setattr(OnnxDoor, "run_example", lambda door, model: replace(ran(door, model), place="cuda"))
+    said = qsdk.export(sim, tmp_path / "elsewhere.onnx").summary["default_session"]
+    assert re.search(r"dB from the simulation at the outputs: the sim runs on cuda, layer:output: \d+ steps off", said)
 
 
 def test_a_difference_that_no_rounding_explains_is_told_where_no_site_is(tmp_path):
@@ -126,6 +133,12 @@ def test_what_is_not_compared_is_said(tmp_path, monkeypatch):
         qsdk.w8a8(),
     )
     assert "draws random numbers" in qsdk.export(drawn, tmp_path / "r.onnx").summary["default_session"]
+    x = torch.randn(2, 8)
+    layer = qsdk.quantize(nn.Linear(8, 4).eval(), x)
+    qsdk.calibrate(layer, [x], progress=False)
+    parts = {"one": {"input": (1, 8)}, "two": {"input": (2, 8)}}
+    said = qsdk.export(layer, tmp_path / "l.onnx", shapes=parts).summary["default_session"]
+    assert said == "run, and not compared: its sizes are not those of the example (l.one.onnx)"
     monkeypatch.setattr(written_file, "_MOST", 10)
     assert qsdk.export(sim, tmp_path / "q.onnx").summary["default_session"].startswith("not opened: ")
 

@@ -218,7 +218,8 @@ class ModuleDoor:
                 feeds, outputs = captures.run_once(self.sim, example)
         except QsdkError as error:
             return str(error)
-        return ExampleRun(example, feeds, outputs)
+        places = {tensor.device.type for tensor in self.sim.model.parameters()} - {"cpu", "meta"}
+        return ExampleRun(example, feeds, outputs, ", ".join(sorted(places)) or "cpu")
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], *, weights: bool = True) -> None:
         """Write the state_dict, or its digest alone, and the example that the model was traced with."""

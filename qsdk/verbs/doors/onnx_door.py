@@ -19,6 +19,7 @@ from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.passes.fixed_shapes import with_shapes
 from onnx_backend.proto.inputs import noted_example
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
+from onnx_backend.runtime.providers import CPU_ONLY
 from onnx_backend.runtime.random_feeds import random_feeds
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
@@ -187,7 +188,8 @@ class OnnxDoor:
         problem = "no values of the types of its inputs can be made"
         for feeds in random_feeds(with_shapes(model, noted_example(model), least=0)):
             try:
-                return ExampleRun(feeds, feeds, self.sim.run(feeds))
+                place = "cpu" if self.sim.providers == CPU_ONLY else self.sim.providers.names[0]
+                return ExampleRun(feeds, feeds, self.sim.run(feeds), place)
             except QsdkError as error:
                 problem = str(error)
         return problem

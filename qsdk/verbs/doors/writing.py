@@ -57,7 +57,7 @@ def write_onnx(
         **{name: value for name, value in options.items() if name not in ("cache", "check")},
     )
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
-    found = "; ".join(f"{name}: {text}" for name, text in said.items()) if len(said) > 1 else "".join(said.values())
+    found = "; ".join(f"{text} ({name})" if options["shapes"] else text for name, text in said.items())
     said_last = {"default_session": found} if found else {}
     return Report(report.title, report.rows, {**report.summary, **lacking, **said_last})
 
