@@ -83,6 +83,7 @@ WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
 #: the same for pairs whose scales and floats are float16, beyond WRONG: its QLinearConcat takes float32 scales only
 WRONG_FLOAT16: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
     _each(("uint8",), ("output_dtype", "zero_point", "both"), _words("Concat"))
+    | _each(("int8",), ("zero_point",), _words("Concat"))
 )
 
 

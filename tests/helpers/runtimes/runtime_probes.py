@@ -52,7 +52,7 @@ OPS = {
     "Slice": one("Slice", "starts", "ends", "at"),
     "Unsqueeze": one("Unsqueeze", "axes"),
     "Squeeze": one("Squeeze"),
-    "Concat": one("Concat", "d", axis=1),
+    "Concat": one("Concat", "e", axis=1),
     "Split": [node("Split", ["d", "split"], ["t", "t2"], axis=1)],
     "Pad": one("Pad", "pads"),
     "Gather": one("Gather", "indices", axis=1),
@@ -103,9 +103,14 @@ class Probe:
         nodes, shape, more = self._inside()
         options = {} if self.form == "zero_point" else {"output_dtype": code}
         given = [] if self.form == "output_dtype" else ["z"]
+        second = []  # another tensor, "e", with a pair of its own
+        if any("e" in item.input for item in nodes):
+            second = [node("Abs", ["x"], ["a"]), node("QuantizeLinear", ["a", "s", *given], ["r"], **options)]
+            second.append(node("DequantizeLinear", ["r", "s", *given], ["e"]))
         nodes = [
             node("QuantizeLinear", ["x", "s", *given], ["q"], **options),
             node("DequantizeLinear", ["q", "s", *given], ["d"]),
+            *second,
             *nodes,
             node("QuantizeLinear", ["t" if nodes else "d", "s2", *given], ["q2"], **options),
             node("DequantizeLinear", ["q2", "s2", *given], ["y"]),
