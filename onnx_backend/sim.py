@@ -181,7 +181,7 @@ class OnnxSim(StatefulSim):
             report = note_replaced_encodings(report, self._own, own)
         self._set(own)
         self.methods = Methods(method, weight_method, percentile)
-        report = self.leave_coarse_float(report, found.ranges)
+        report = self.leave_coarse_float(report, found.ranges, found.parts)
         return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:

@@ -59,7 +59,7 @@ def calibrate(
         site, encoding = found.encodings.popitem()
         quantizers[site].set_encoding(encoding)
     sim.methods = Methods(method, weight_method, percentile)
-    return with_notes(sim.leave_coarse_float(found.report, found.ranges), sim.bias_remarks())
+    return with_notes(sim.leave_coarse_float(found.report, found.ranges, found.parts), sim.bias_remarks())
 
 
 def _observe(

@@ -20,7 +20,8 @@ from qsdk.core.overlapped import cores, overlapped
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.ranges import Range
-from qsdk.core.ranges.statistics import Statistics, require_finite
+from qsdk.core.ranges.statistics import Statistics, part_axes, require_finite
+from qsdk.core.site import site_name
 
 _AT_ONCE = 2  # batches
 _Batch = tuple[int, dict[str, npt.NDArray[Any]]]  # number, and input name -> array
@@ -113,17 +114,24 @@ def observe(
     # an iterator may write a batch over the one before
     copied = at_once > 1 and not isinstance(batches, list | tuple)
 
+    statistics = Statistics(chosen)
+    edges = {site for site, decision in wanted.items() if decision.kind == "input"}
+
     def read() -> Iterator[_Batch]:
         for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
             feeds = as_feeds(batch, inputs, f"batch {number}")
             tell_axes_apart(marked, feeds)
+            for site, value in ((site_name(name, "input"), value) for name, value in feeds.items()):
+                for axis in part_axes(value.shape) if site in edges and value.size else ():
+                    others = tuple(i for i in range(value.ndim) if i != axis)
+                    largest = np.maximum(value.max(axis=others), -value.min(axis=others))
+                    statistics.add_parts(site, axis, largest.astype(np.float32))
             yield number, {name: value.copy() for name, value in feeds.items()} if copied else feeds
 
     def run(batch: _Batch) -> tuple[int, dict[str, npt.NDArray[Any]]]:
         number, feeds = batch
         return number, dict(zip(names, run_session(session, feeds, f"batch {number}"), strict=True))
 
-    statistics = Statistics(chosen)
     with closing(overlapped(run, read(), at_once)) as results:
         for number, values in results:
             _add_statistics(watched, values, number, statistics)

@@ -8,7 +8,7 @@ from torch import Tensor
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.histogram import sample_step
-from qsdk.core.ranges.statistics import Statistics, channel_axis, reads_histogram, require_finite
+from qsdk.core.ranges.statistics import Statistics, channel_axis, part_axes, reads_histogram, require_finite
 
 
 class Observers:
@@ -29,11 +29,16 @@ class Observers:
         self._pending: list[Tensor] = []
         self._pending_sites: list[tuple[str, bool]] = []  # site of each pending value, and whether it is a maximum
         self._samples: dict[str, list[tuple[Tensor, int]]] = {}
+        self._edges = {site for site, decision in wanted.items() if decision.kind == "input"}
+        self._parts: list[tuple[str, int, Tensor]] = []  # largest magnitudes of rows or columns of inputs
         self._channels: list[tuple[str, Tensor, Tensor]] = []  # extremes of each channel
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Reduce the tensor at a site, if its range is wanted, and return it unchanged."""
         nonnegative = self._nonnegative.get(site)
+        for part in part_axes(x.shape) if site in self._edges and x.numel() else ():
+            others = [axis for axis in range(x.dim()) if axis != part]
+            self._parts.append((site, part, torch.maximum(x.detach().amax(others), -x.detach().amin(others))))
         if site in self._axes and x.numel():
             others = [axis for axis in range(x.dim()) if axis != self._axes[site]]
             self._channels.append((site, x.detach().amin(others), x.detach().amax(others)))
@@ -60,7 +65,9 @@ class Observers:
             low, high = (end.float().cpu().numpy() for end in ends)
             require_finite(site, number, low, high)
             self.statistics.add(site, low, high)
-        self._channels = []
+        for site, axis, largest in self._parts:
+            self.statistics.add_parts(site, axis, largest.float().cpu().numpy())
+        self._channels, self._parts = [], []
         if not self._pending:
             return
         device = self._pending[0].device

@@ -21,6 +21,8 @@ from qsdk.core.ranges.site_histograms import Sample, SiteHistograms
 
 #: histograms that are searched together
 _SEARCHED = 32
+#: an axis of more indices is no list of parts
+_PARTS = 8_192
 #: the range of a site that no batch has reached
 _NOTHING = Range(np.array([np.inf], np.float32), np.array([-np.inf], np.float32))
 #: returns the values of all ranks, in the order of the ranks
@@ -37,11 +39,13 @@ class Statistics:
 
     Attributes:
         ranges: site -> extremes so far (their moving average, if that is the estimator).
+        parts: (site of an input, axis) -> largest magnitude at each index of that axis.
     """
 
     def __init__(self, chosen: Estimator) -> None:
         self.chosen = chosen
         self.ranges: dict[str, Range] = {}
+        self.parts: dict[tuple[str, int], FloatArray] = {}
         self._histograms = SiteHistograms()
         self._moved: set[str] = set()  # sites whose range the batch has changed
         self._samples: list[tuple[str, Sample]] = []  # not counted yet
@@ -93,6 +97,15 @@ class Statistics:
                 own = Range(ends.low[place : place + 1], ends.high[place : place + 1])
                 self._samples.append((site, Sample(*samples[site], own)))
 
+    def add_parts(self, site: str, axis: int, largest: FloatArray) -> None:
+        """Add the largest magnitudes of a batch of an input, one for each index of an axis.
+
+        Where batches have several sizes the last ones count, as indices then have no meaning of their own.
+        """
+        before = self.parts.get((site, axis))
+        known = before is not None and before.shape == largest.shape
+        self.parts[site, axis] = np.maximum(before, largest) if before is not None and known else largest
+
     def end_batch(self) -> None:
         """Count the samples of the batch, and log which share of the ranges it has changed.
 
@@ -126,6 +139,8 @@ class Statistics:
             ranges = [one.ranges[site] for one in everyone if site in one.ranges]
             merged.ranges[site] = _mean(ranges) if self.chosen.name == "moving_average" else reduce(Range.merge, ranges)
         for one in everyone:
+            for (site, axis), largest in one.parts.items():
+                merged.add_parts(site, axis, largest)
             merged._histograms.merge(one.histograms)
         return merged
 
@@ -206,6 +221,15 @@ def _is_finite(value: npt.ArrayLike) -> bool:
     values = np.asarray(value)
     # there is one for each site and batch, and NumPy takes 20 times as long for a single number
     return math.isfinite(values.item()) if values.size == 1 else bool(np.isfinite(values).all())
+
+
+def part_axes(shape: Sequence[int]) -> list[int]:
+    """Return the axes of an input of this shape along which parts of different meaning may lie: rows, columns.
+
+    The last axis of a picture or volume is none: one of its columns is like the others.
+    """
+    axes = {1, len(shape) - 1} if len(shape) in (2, 3) else {1} if len(shape) > 3 else set[int]()
+    return [axis for axis in sorted(axes) if 1 < shape[axis] <= _PARTS]
 
 
 def channel_axis(decision: Decision) -> int | None:

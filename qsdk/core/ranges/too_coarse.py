@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import PERIODIC
@@ -12,8 +13,12 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import BY_CALIBRATION, Plan
-from qsdk.core.planning.ties import keeps_grid, moved_inputs
+from qsdk.core.planning.ties import JOINS, keeps_grid, moved_inputs
 from qsdk.core.ranges.ranges import Range
+from qsdk.core.site import owner_of
+
+#: (site of an input, axis) -> largest magnitude at each index of that axis
+Parts = Mapping[tuple[str, int], npt.NDArray[np.float32]]
 
 #: radians; a grid of 8 bits holds four turns in such steps
 _COARSEST_ANGLE = 8.0 * math.pi / 255.0
@@ -57,6 +62,52 @@ def too_coarse(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
         observed: by the calibration.
     """
     return {**_divisors_of_zero(graph, observed), **_wide_angles(graph, observed)}
+
+
+def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dict[str, str]:
+    """Return a remark by site for each grid on which a part of what it holds is 0, or one step away from it, at most.
+
+    Boxes and scores in one tensor: a grid for boxes of up to 640 makes every score the same.
+
+    Args:
+        graph: that was planned.
+        observed: by the calibration.
+        parts: (site of an input, axis) -> largest magnitude at each index.
+    """
+    result: dict[str, str] = {}
+    for (site, axis), largest in parts.items():
+        _, encoding = observed.of(site)
+        lost = _within_a_step(largest, encoding)
+        if encoding is not None and lost:
+            part = f"what it holds at {', '.join(map(str, lost[:6]))}{', ...' if len(lost) > 6 else ''} of axis {axis}"
+            remedy = "or give it as an input of its own"
+            result[site] = _erased(site, part, float(largest[lost].max()), encoding, remedy)
+    for op in graph.ops:
+        joined = graph.tensors[op.outputs[0]].site if op.type in JOINS and keeps_grid(graph, op) else None
+        _, encoding = observed.of(joined)
+        if joined is None or encoding is None:
+            continue
+        for part_site in (graph.tensors[tensor].site for tensor in moved_inputs(op)):
+            seen, _ = observed.of(part_site)
+            size = 0.0 if seen is None else float(max(np.abs(seen.low).max(), np.abs(seen.high).max()))
+            if _within_a_step(np.array([size], np.float32), encoding):
+                remedy = f"or config.skip({owner_of(joined)!r})"
+                result[joined] = _erased(joined, f"its part {part_site}", size, encoding, remedy)
+    return result
+
+
+def _within_a_step(largest: npt.NDArray[np.float32], encoding: Encoding | None) -> list[int]:
+    """Return where magnitudes are above 0 and below the one step of a grid."""
+    if encoding is None or encoding.axis is not None:
+        return []
+    return [int(at) for at in np.flatnonzero((largest > 0) & (largest < float(encoding.scale.max())))]
+
+
+def _erased(site: str, part: str, largest: float, encoding: Encoding, remedy: str) -> str:
+    return (
+        f"{part} (up to {largest:.3g}) lies within one step of {_step(encoding)} and is lost: "
+        f'config.override({owner_of(site)!r}, activation="uint16"), {remedy}'
+    )
 
 
 def left_float(plan: Plan) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from qsdk.core.numerics.bias import bias_remark
+from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState, StoredReader
 
@@ -38,6 +39,14 @@ def with_left_float(report: Report, coarse: Mapping[str, str]) -> Report:
     rows = [row for row in report.rows if row["site"] not in coarse]
     rows += [{"site": site, "dtype": "float32", "note": reason} for site, reason in coarse.items()]
     return Report(report.title, rows, {**report.summary, "left_float": len(coarse)})
+
+
+def with_erased(report: Report, plan: Plan, remarks: Mapping[str, str]) -> Report:
+    """Return a report of calibration with a note at each site whose grid erases a part of it."""
+    specs = {site: plan.decisions[site].spec for site in remarks if all(row["site"] != site for row in report.rows)}
+    rows = [{**row, "note": remarks[row["site"]]} if row["site"] in remarks else row for row in report.rows]
+    rows += [{"site": site, "dtype": str(spec and spec.dtype), "note": remarks[site]} for site, spec in specs.items()]
+    return Report(report.title, rows, {**report.summary, **({"erased_parts": len(remarks)} if remarks else {})})
 
 
 def with_notes(report: Report, remarks: Mapping[str, str]) -> Report:

@@ -40,11 +40,13 @@ class Calibration:
         encodings: site -> new encoding; frozen ones are not among them.
         report: one row for each.
         ranges: site -> range that was observed.
+        parts: (site of an input, axis) -> largest magnitude at each index.
     """
 
     encodings: dict[str, Encoding]
     report: Report
     ranges: Mapping[str, Range]
+    parts: Mapping[tuple[str, int], npt.NDArray[np.float32]]
 
 
 def calibrate_sites(
@@ -87,7 +89,7 @@ def calibrate_sites(
     rows = [_row(site, encoding) for site, encoding in found.items()]
     types = by_type([{"op_type": decisions[row["site"]].op_type, "dtype": row["dtype"]} for row in rows])
     facts = {"method": method, "sites": len(rows), **({"by_type": types} if types else {})}
-    return Calibration(found, Report("Calibration", rows, facts), statistics.ranges)
+    return Calibration(found, Report("Calibration", rows, facts), statistics.ranges, statistics.parts)
 
 
 def weight_encodings(

@@ -18,9 +18,9 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.ranges import Range
-from qsdk.core.ranges.too_coarse import CalibrationResult, left_float, too_coarse
+from qsdk.core.ranges.too_coarse import CalibrationResult, Parts, erased_parts, left_float, too_coarse
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import bias_remarks, with_left_float
+from qsdk.core.sims.bias_remarks import bias_remarks, with_erased, with_left_float
 from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import precision_config, precision_report
@@ -255,7 +255,7 @@ class StatefulSim(ABC):
             self.restore(after)
         return report
 
-    def leave_coarse_float(self, report: Report, ranges: Mapping[str, Range]) -> Report:
+    def leave_coarse_float(self, report: Report, ranges: Mapping[str, Range], parts: Parts) -> Report:
         """Make those sites float that no grid of their range can serve: a divisor near 0, an angle of many turns.
 
         A sim that was opened from a Q/DQ file is unchanged.
@@ -263,14 +263,17 @@ class StatefulSim(ABC):
         Args:
             report: of the calibration that has just set the encodings.
             ranges: site -> observed range.
+            parts: (site of an input, axis) -> largest magnitude at each index.
 
         Returns:
-            The report, with the reason as the note of each of these sites.
+            The report, with the reason as the note of each of these sites, and a note where a grid erases a part.
         """
         before = self.snapshot()
+        observed = CalibrationResult(before.plan, ranges, before.own)
+        report = with_erased(report, before.plan, erased_parts(self.graph, observed, parts))
         if before.config is None:
             return report
-        coarse = too_coarse(self.graph, CalibrationResult(before.plan, ranges, before.own))
+        coarse = too_coarse(self.graph, observed)
         if not coarse:
             return report
         after = self.planned(before.config, coarse={**left_float(before.plan), **coarse})

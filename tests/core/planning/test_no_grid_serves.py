@@ -1,6 +1,7 @@
 """Tensors that no grid serves stay float with the reason: guarded divisors, angles of many turns, what is counted."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import qsdk
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w8a8
 from qsdk.core.planning.no_grid.lower_bounds import lower_bounds
+from qsdk.core.ranges.statistics import part_axes
 from qsdk.verbs.files import load, save
 from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
@@ -272,3 +274,62 @@ def test_the_exponentials_of_a_softmax_add_up_to_1_as_far_as_grids_leave_it(grid
     (bound,) = (low for t, low in lower_bounds(graph).items() if graph.tensors[t].name == "y")
     far = np.random.default_rng(0).normal(0, 40, (8, 6)).astype(np.float32)
     assert 0.8 < bound <= run(model, {"x": far})[0].min() * (1 + 1e-6)
+
+
+# --- parts that share a grid with much larger ones -------------------------------------------------------------------
+
+
+class InOneTensor(nn.Module):
+    """Boxes and scores that enter as one tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x[..., :4] * 0.5, x[..., 4:].relu()
+
+
+class JoinedInside(nn.Module):
+    """Large values and a score that a Linear reads as one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes, self.score, self.last = nn.Linear(8, 4), nn.Linear(8, 1), nn.Linear(5, 3)
+        self.boxes.weight.data *= 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.boxes(x), self.score(x).sigmoid()], -1))
+
+
+def notes_of(sim: Any, x: Tensor) -> dict[str, str]:
+    report = calibrate(sim, [x if hasattr(sim, "model") else x.numpy()], progress=False)
+    found = {row["site"]: row["note"] for row in report.rows if "lost" in row.get("note", "")}
+    assert report.summary.get("erased_parts", 0) == len(found)
+    return found
+
+
+def test_calibrate_names_the_columns_of_an_input_that_a_shared_grid_erases():
+    x = torch.cat([seeded(2, 6, 4).abs() * 200, seeded(2, 6, 1).sigmoid()], -1)
+    for sim in sims(InOneTensor(), x):
+        ((site, note),) = notes_of(sim, x).items()
+        assert site == "x:input"
+        assert re.match(r"what it holds at 4 of axis 2 \(up to 0\.\d+\) lies within one step of .* and is lost", note)
+        assert "config.override('x', activation=\"uint16\"), or give it as an input of its own" in note
+        assert sim.set_precision("x", activation="uint16").rows
+        assert notes_of(sim, x) == {}
+
+
+def test_calibrate_names_the_part_of_a_concat_that_a_shared_grid_erases():
+    x = seeded(4, 8)
+    for config in (w8a8(), w8a8().override("cat*", tie=False)):
+        sim = quantize(JoinedInside(), x, config)
+        ((site, note),) = notes_of(sim, x).items()
+        assert site == "cat.0:output"
+        assert note.startswith("its part sigmoid.0:output (up to 0.")
+        assert note.endswith("config.override('cat.0', activation=\"uint16\"), or config.skip('cat.0')")
+    for config in (w8a8().override("cat.0", activation="uint16"), w8a8().skip("cat.0")):
+        assert notes_of(quantize(JoinedInside(), x, config), x) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((4,), []), ((4, 3), [1]), ((4, 1), []), ((2, 6, 5), [1, 2]), ((2, 3, 8, 8), [1])]
+)
+def test_which_axes_of_an_input_may_hold_parts(shape: tuple[int, ...], axes: list[int]):
+    assert part_axes(shape) == axes
