@@ -14,8 +14,9 @@ from onnx_backend.integer.ir.values import Constant, Value
 from onnx_backend.integer.lowering import ops
 from onnx_backend.integer.lowering.code_movement import cast
 from onnx_backend.integer.lowering.movement.moves import filled
-from onnx_backend.integer.lowering.nonlinear.fixed_ops import WIDE, curve, either
+from onnx_backend.integer.lowering.nonlinear.fixed_ops import WIDE, cum_sum, curve, either, scatter_sum
 from onnx_backend.integer.lowering.nonlinear.norms import NORMS
+from onnx_backend.integer.lowering.nonlinear.selection import scatter as choose_scattered
 from onnx_backend.integer.lowering.nonlinear.softmax import is_nan, log_softmax, softmax, where
 from onnx_backend.integer.lowering.nonlinear.tables import TABLES
 from onnx_backend.integer.lowering.recurrent.recurrent import gru, lstm
@@ -41,6 +42,12 @@ def concat(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return ops.concat(ctx, node, args)
 
 
+def scatter(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Lower ScatterND and ScatterElements, which choose among codes or add up."""
+    adds = attributes(node).get("reduction", "none") == "add"
+    return scatter_sum(ctx, node, args) if adds else choose_scattered(ctx, node, args)
+
+
 #: Every op that can be lowered.
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
@@ -51,10 +58,13 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         **NORMS,
         "Cast": cast,
         "Concat": concat,
+        "CumSum": cum_sum,
         "GRU": gru,
         "IsNaN": is_nan,
         "LSTM": lstm,
         "LogSoftmax": log_softmax,
+        "ScatterElements": scatter,
+        "ScatterND": scatter,
         "Softmax": softmax,
         "Where": where,
     }

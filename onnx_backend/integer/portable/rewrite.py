@@ -294,7 +294,7 @@ def _write(state: Rewriter, node: NodeProto, exact: Collection[str], handlers: M
             raise Refused(f"{node.op_type} of 64-bit integers has no form in 32 bits", _REMEDY)
         if any(max(-value.lo, value.hi) > min(LIMITS[node.op_type], INT32) for value in values):
             raise Refused(f"its numbers can be beyond {LIMITS[node.op_type]}", _REMEDY)
-        selects = node.op_type in _SELECTIONS
+        selects = node.op_type in _SELECTIONS and attributes(node).get("reduction", "none") != "add"
         state.copy(node, (min(v.lo for v in values), max(v.hi for v in values)) if selects else None)
     else:
         raise Refused(f"{node.op_type} is not known to be the same on every runtime", _REMEDY)

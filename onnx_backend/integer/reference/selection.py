@@ -41,7 +41,7 @@ def _scatter_elements(attrs: Attributes, x: Array, indices: Array, updates: Arra
 
 #: The new value of a scattered element, from the old value and the one that is written.
 _CHOICES: Mapping[bytes, Callable[[Any, Any], Any]] = MappingProxyType(
-    {b"none": lambda old, new: new, b"max": np.maximum, b"min": np.minimum}
+    {b"none": lambda old, new: new, b"max": np.maximum, b"min": np.minimum, b"add": np.add}
 )
 
 

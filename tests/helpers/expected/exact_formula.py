@@ -71,12 +71,33 @@ def _batch_norm(x, gain, bias, mean, variance, epsilon=1e-5, **_):
     return (x - shaped[2]) / _SQRT(shaped[3] + Fraction(epsilon)) * shaped[0] + shaped[1]
 
 
+def _cum_sum(x, axis, reverse=0, exclusive=0):
+    turned = np.flip(x, int(axis)) if reverse else x
+    sums = np.cumsum(turned, int(axis)) - (turned if exclusive else 0)
+    return np.flip(sums, int(axis)) if reverse else sums
+
+
+def _scatter_nd(x, indices, updates, **_):
+    found = x.copy()
+    for place in np.ndindex(*indices.shape[:-1]):
+        found[tuple(int(i) for i in indices[place])] += updates[place]
+    return found
+
+
+def _scatter_elements(x, indices, updates, axis=0, **_):
+    found = x.copy()
+    for place in np.ndindex(*indices.shape):
+        found[(*place[:axis], int(indices[place]), *place[axis + 1 :])] += updates[place]
+    return found
+
+
 FORMULAS = {
     "Add": lambda a, b: a + b,
     "AveragePool": _average_pool,
     "BatchNormalization": _batch_norm,
     "Clip": lambda x, lo: np.maximum(x, lo),
     "Conv": _conv,
+    "CumSum": _cum_sum,
     "Div": lambda a, b: a / b,
     "Gemm": _gemm,
     "GlobalAveragePool": lambda x: x.sum(axis=(2, 3), keepdims=True) / (x.shape[2] * x.shape[3]),
@@ -86,6 +107,8 @@ FORMULAS = {
     "Mean": lambda *parts: sum(parts[1:], parts[0]) / len(parts),
     "Mul": lambda a, b: a * b,
     "Relu": lambda x: np.maximum(x, Fraction(0)),
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
     "Softmax": _softmax,
     "Sub": lambda a, b: a - b,
 }

@@ -5,12 +5,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from every_runtime import every_runtime
 from exact_formula import exact, formula, unrounded
-from integer_models import GRID, INT4, INT8, UINT8, UINT16, Net
-from onnx import numpy_helper
+from integer_models import GRID, INT4, INT8, LEVELS, UINT8, UINT16, Net, run
+from onnx import TensorProto, numpy_helper
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
+from qsdk.core.errors import IntegerError
 
 #: dtype, and a zero point within its grid.
 KINDS = {"uint8": (UINT8, 117), "int8": (INT8, -9), "uint16": (UINT16, 31000), "int4": (INT4, 1)}
@@ -195,3 +197,75 @@ def test_the_logarithm_of_a_power_that_a_tiny_number_keeps_above_zero(op, number
     off, row = require_bound(net.model(), {"x": (codes * np.float32(steps)).astype(np.float32)})
     assert row["error_bound"] < 1e-5
     assert off < 1e-5
+
+
+def summed(op, length, behind, **attrs):
+    """CumSum, or sums over edges, of codes or of accumulators."""
+    net, rng = Net(), np.random.default_rng(0)
+    shape = [length, 4]
+    x = net.qdq(net.input(shape), 0.031, 117)
+    y = net.op("MatMul", x, net.weight((4, 4), 1)[0]) if behind else x
+    places = rng.integers(0, 3, shape if op == "ScatterElements" else [length, 1])
+    if op == "CumSum":
+        y = net.op(op, y, net.const(np.array(attrs.pop("axis", 0))), **attrs)
+    else:
+        start = np.zeros((3, 4), np.float32)
+        start = net.qdq(net.input([3, 4], "z"), 0.17, 90) if attrs.get("start") else net.const(start)
+        y = net.op(op, start, net.const(places), y, reduction="add")
+    net.output(net.qdq(y, 0.9, 120), shape if op == "CumSum" else [3, 4])
+    feeds = {"x": spread_inputs(rng, shape, 0.031, UINT8, 117)}
+    return net.model(), feeds | ({"z": spread_inputs(rng, (3, 4), 0.17, UINT8, 90)} if attrs.get("start") else {})
+
+
+SUMS = [
+    ("CumSum", {}),
+    ("CumSum", {"axis": -1, "reverse": 1}),
+    ("CumSum", {"exclusive": 1}),
+    ("ScatterND", {}),
+    ("ScatterND", {"start": 1}),
+    ("ScatterElements", {"start": 1}),
+]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("length", [7, 60])
+@pytest.mark.parametrize(("op", "attrs"), SUMS)
+def test_running_sums_and_sums_over_edges_are_within_their_bound(op, attrs, length, behind):
+    _, row = require_bound(*summed(op, length, behind, **attrs))
+    assert row["error_bound"] < 1e-3
+
+
+@pytest.mark.slow
+def test_a_running_sum_that_int32_does_not_hold_is_rounded_within_its_bound():
+    net, rng = Net(), np.random.default_rng(0)
+    weight = net.op("DequantizeLinear", net.const(np.full((64, 1), 127, np.int8)), net.const(np.float32(0.005)))
+    y = net.op("MatMul", net.qdq(net.input([1030, 64]), 0.031, 117), weight)
+    net.output(net.qdq(net.op("CumSum", y, net.const(np.array(0))), 9.0, 120), [1030, 1])
+    _, row = require_bound(net.model(), {"x": spread_inputs(rng, (1030, 64), 0.031, UINT8, 117)})
+    assert 0.01 < row["error_bound"] < 0.1
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(("op", "attrs"), SUMS)
+def test_running_sums_and_sums_over_edges_are_the_same_on_every_runtime(op, attrs, behind):
+    model, feeds = summed(op, 40, behind, **attrs)
+    results = [convert(model, target=target).model for target in ("standard", "portable")]
+    wanted = run_reference(results[0], feeds)["y"]
+    for name, found in every_runtime(results[1], feeds).items():
+        np.testing.assert_array_equal(found[0], wanted, err_msg=name)
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(results[0], feeds, level)["y"], wanted)
+
+
+@pytest.mark.parametrize("op", ["CumSum", "ScatterND"])
+def test_sums_of_an_unknown_number_are_refused_with_the_remedy(op):
+    net = Net()
+    x = net.qdq(net.input(["n", 4]), 0.031, 117)
+    if op == "CumSum":
+        y = net.op(op, x, net.const(np.array(0)))
+    else:
+        places = net.input(["n", 1], "places", TensorProto.INT64)
+        y = net.op(op, net.const(np.zeros((3, 4), np.float32)), places, x, reduction="add")
+    net.output(net.qdq(y, 0.2, 120), [None, 4])
+    with pytest.raises(IntegerError, match="are not static; export with fixed sizes, or give them: shapes="):
+        convert(net.model())

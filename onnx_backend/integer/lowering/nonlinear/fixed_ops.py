@@ -5,7 +5,7 @@ function, a clipped accumulator or fixed point already, the operation itself is 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -44,9 +44,9 @@ from onnx_backend.integer.fixed_point.newton import (
     reciprocal_root,
     square_root,
 )
-from onnx_backend.integer.fixed_point.sums import add
-from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, label, reduced_axes
+from onnx_backend.integer.fixed_point.sums import add, at_one_scale
+from onnx_backend.integer.fixed_point.to_fixed import integer_scores, to_fixed
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, integer_name, label, reduced_axes
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest
 from onnx_backend.integer.ir.values import (
     Array,
@@ -70,6 +70,7 @@ from onnx_backend.proto.nodes import attributes
 Lowering = Callable[[LoweringContext, NodeProto, Args], Any]
 _PENDING = (FixedPoint, Linear, Joined, Bent, Selected, Pending)
 _FINE = 16  # bits that the smallest reciprocal needs
+_SUMMED = 16  # bits that summands keep in int32
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
@@ -308,6 +309,59 @@ def _reduced(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[FixedPo
         raise Refused("it reduces over an axis of size 0", "remove the node")
     keepdims = int(attributes(node).get("keepdims", 1))
     return total(ctx, to_fixed(ctx, args[0]), axes, count, keepdims=keepdims), count
+
+
+def cum_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Lower CumSum along an axis of static size: sums of integers are exact."""
+    axis = constant_integers(args[1])
+    if axis is None:
+        raise Refused("its axis is not constant", "store the axis as an initializer")
+    (count,), b = ctx.sizes(node.input[0], axis), ctx.builder
+    value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
+    (value,) = _addable(ctx, [value], count)
+    name = b.node("CumSum", [value.name, b.constant(axis[0], np.int64)], **attributes(node))
+    return _sums_of(ctx, name, value, value, count, node)
+
+
+def scatter_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Lower ScatterND and ScatterElements that add to what is there, as sums over the edges of a graph do."""
+    attrs, shape = attributes(node), ctx.shapes.get(node.input[1])
+    axes = range(len(shape or ()) - 1) if node.op_type == "ScatterND" else [int(attrs.get("axis", 0))]
+    count = math.prod(ctx.sizes(node.input[1], axes)) if shape else ctx.rank(node.input[1])
+    whats = ("its first input", "", "its updates")
+    data, updates = (single_scale(ctx, require_unmasked(to_fixed(ctx, args[i], whats[i]))) for i in (0, 2))
+    if not reach(data) and not spread(data):  # zeros have any scale
+        parts = [replace(data, scale=updates.scale, error=0.0), updates]
+    else:
+        parts = at_one_scale(ctx, [data, updates])
+    data, updates = _addable(ctx, parts, count + 1)
+    name = ctx.builder.node(node.op_type, [data.name, integer_name(ctx, args[1]), updates.name], **attrs)
+    return _sums_of(ctx, name, data, updates, count, node)
+
+
+def _addable(ctx: LoweringContext, parts: Sequence[FixedPoint], count: int) -> list[FixedPoint]:
+    """Return values of one scale as integers of one type of which so many add up.
+
+    That is int32 where it leaves them 16 bits, which rounds what has more; else int64.
+    """
+    widest = max(bits(part) for part in parts)
+    most = 31 - count.bit_length()
+    if most < min(_SUMMED, widest):
+        most = ROOM - count.bit_length()
+    found = [narrow_to(ctx, part, bits(part) - max(widest - most, 0)) for part in parts]
+    if most > 31:
+        return [replace(part, name=int64(ctx, part), narrow=False) for part in found]
+    return [integer_scores(ctx, part) for part in found]
+
+
+def _sums_of(
+    ctx: LoweringContext, name: str, first: FixedPoint, value: FixedPoint, count: int, node: NodeProto
+) -> FixedPoint:
+    """Return the tensor of sums of one value and up to `count` others as a value."""
+    lo, hi = min(first.lo, 0) + min(value.lo, 0) * count, max(first.hi, 0) + max(value.hi, 0) * count
+    ctx.builder.proven[name] = lo, hi
+    error = spread(first) + spread(value) * count
+    return FixedPoint(name, value.scale, lo, hi, narrow=value.narrow, error=error, source=label(node))
 
 
 def wide_matmul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
