@@ -10,7 +10,6 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.decompose.writer import Writer
-from onnx_backend.integer.ir.context import GUARD
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.nodes import set_metadata
 from onnx_backend.proto.opsets import opset_of
@@ -84,7 +83,7 @@ def _softmax(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) 
         return None
     writer = Writer(node, taken)
     name = writer.add(group.name, [source.name], name=node.name, axis=axes[0])
-    set_metadata(writer.nodes[-1], **{GUARD: repr(_smallest_number(graph, group, LARGEST_GUARD))})
+    set_metadata(writer.nodes[-1], guard=repr(_smallest_number(graph, group, LARGEST_GUARD)))
     return writer.end(name)
 
 

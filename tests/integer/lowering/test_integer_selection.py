@@ -285,12 +285,12 @@ def test_refusals():
     ]
     indices = net.const(np.array([[0]], np.int64))
     update = net.qdq(net.input([1, 4], "u"), 0.031, 119)
-    scattered = net.op("ScatterND", x, indices, update, reduction="add")
+    scattered = net.op("ScatterND", x, indices, update, reduction="mul")
     for i, (tensor, dtype) in enumerate(outputs):
         net.nodes.append(helper.make_node("Identity", [tensor], [f"i{i}"]))
         net.output(f"i{i}", [None] * 2, f"o{i}", dtype)
     net.output(net.qdq(scattered, 0.031, 119), [3, 4])
-    message = refused(net, "first operand is a float tensor", "can be NaN", "reduction='add'")
+    message = refused(net, "first operand is a float tensor", "can be NaN", "reduction='mul'")
     assert message.count("not a quantized activation") == 2
 
 
