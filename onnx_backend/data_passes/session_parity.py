@@ -13,7 +13,7 @@ from onnx_backend.data_passes.overflow import overflow_reason
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
-from onnx_backend.parity.tally import Noise, in_units, lsb
+from onnx_backend.parity.tally import OutputNoises, in_units, lsb
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.feeds import as_declared, as_feeds, batches_of, run_session
@@ -49,8 +49,8 @@ class _SiteDifference:
         self.elements += steps.size
 
 
-class _OutputDifference(Noise):
-    """The noise of outputs, and the largest single difference."""
+class _OutputDifference(OutputNoises):
+    """The noise of each float output, and the largest single difference of any output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,15 +58,23 @@ class _OutputDifference(Noise):
         self.elements = 0
         self.invented = 0  # values that are not finite where the wanted ones are
 
-    def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
+    def add(self, got: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
         """Add the outputs of a batch."""
         super().add(got, wanted)
-        for left, right in zip(got, wanted, strict=True):
-            exact = np.asarray(right, np.float64)
-            off = np.asarray(left, np.float64) - exact
+        for name, right in wanted.items():
+            left, exact = np.asarray(got[name], np.float64), np.asarray(right, np.float64)
             self.elements += exact.size
-            self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(np.asarray(left, np.float64))))
-            self.largest = max(self.largest, float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0)))
+            self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(left)))
+            self.largest = max(self.largest, float(np.nan_to_num(np.abs(left - exact), nan=np.inf).max(initial=0)))
+
+    def shortfall(self, least: float | None) -> str:
+        """Return which output does not reach a ratio; "" for none."""
+        worst = self.worst()
+        if least is None or (worst is not None and worst[1] >= least):
+            return ""
+        if worst is None:
+            return f"no output is float, so that none can reach {least:g} dB; leave that limit out"
+        return f"the output {worst[0]!r} reaches {worst[1]:.4g} dB, not {least:g}"
 
 
 def check_session(
@@ -97,9 +105,10 @@ def check_session(
         progress: show a progress bar.
 
     Returns:
-        Rows `site`, `kind`, `max_lsb`, `mean_lsb`, `elements`; summary `activations_max_lsb`, `sqnr_db` (outputs of the
-        session against the simulation's), `outputs_max_difference`, `passed`: at most 1 LSB at every site, no
-        NaN that the simulation has not, the ratios that are asked for, and something compared (else
+        Rows `site`, `kind`, `max_lsb`, `mean_lsb`, `elements`, of float outputs also `sqnr_db` and `float_sqnr_db` (one
+        that is no site has no codes to compare); summary `activations_max_lsb`, `sqnr_db` (of the worst float output of
+        the session against the simulation's), `outputs_max_difference`, `passed`: at most 1 LSB at every site, no NaN
+        that the simulation has not, the ratios that are asked for at every float output, and something compared (else
         `reason`); with a float model `float_sqnr_db`.
 
     Raises:
@@ -114,21 +123,23 @@ def check_session(
     cut, fed = cut_at_codes(sites_in, cuts)
     exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
     sites = {cut.site: _SiteDifference(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
+    names = [value.name for value in whole.get_outputs()]
     encodings, outputs, to_float = sim.encodings, _OutputDifference(), _OutputDifference()
     for number, batch in batches_of(data, "parity", progress, skip_empty=False):
         where = f"batch {number}"
         feeds = as_feeds(batch, whole.get_inputs(), where)
         require_values(feeds, list(feeds), number)
-        outputs.add(got := run_session(whole, feeds, where), sim.run(feeds))
+        got = dict(zip(names, run_session(whole, feeds, where), strict=True))
+        outputs.add(got, dict(zip(names, sim.run(feeds), strict=True)))
         if original is not None:
-            to_float.add(got, run_session(original, feeds, where))
+            to_float.add(got, dict(zip(names, run_session(original, feeds, where), strict=True)))
         if exact is not None and asked is not None:
             captured = sim.capture(feeds)
             site_feeds = feeds | {name: captured[site] for site, name in fed.items()}
             codes = _run(asked, site_feeds, where), _run(exact, site_feeds, where)
             _compare_codes(cuts, codes, captured, encodings, sites)
     gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
-    return _report(sites, gates, level, overflow_reason(sites_in))
+    return _report(sites, gates, level, overflow_reason(sites_in), {cut.read: cut.site for cut in cuts})
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
@@ -142,9 +153,10 @@ def _report(
     gates: Sequence[tuple[_OutputDifference, float | None]],
     level: str,
     likely: str,
+    site_of: Mapping[str, str],
 ) -> Report:
-    rows = [
-        {
+    rows: dict[str, dict[str, Any]] = {
+        site: {
             "site": site,
             "kind": found.kind,
             "max_lsb": found.largest,
@@ -152,17 +164,17 @@ def _report(
             "elements": found.elements,
         }
         for site, found in sites.items()
-    ]
+    }
     outputs, to_float = (found for found, _ in gates)
+    for column, noises in (("sqnr_db", outputs), ("float_sqnr_db", to_float)):
+        for name, noise in noises.by_name.items():
+            site = site_of.get(name, f"{name}:output")
+            rows.setdefault(site, {"site": site, "kind": "output"})[column] = noise.decibels()
     worst = max((found.largest for found in sites.values()), default=0.0)
     reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off" + (f" ({likely})" if likely else "")]
     if any(found.invented for found, _ in gates):
         reasons.append("an output is NaN or infinite where it should be finite")
-    reasons += [
-        f"the outputs reach {found.decibels():.4g} dB, not {least:g}"
-        for found, least in gates
-        if least is not None and not found.decibels() >= least
-    ]
+    reasons += [short for found, least in gates if (short := found.shortfall(least))]
     gated = any(least is not None and found.elements for found, least in gates)
     if not gated and not any(found.elements for found in sites.values()):
         reasons.append("nothing was compared: no site has codes of its own; say what the outputs must reach (min_sqnr)")
@@ -171,7 +183,7 @@ def _report(
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
     ends = {"sqnr_db": outputs.decibels(), "outputs_max_difference": outputs.largest, "passed": passed, **reason}
     distance = {"float_sqnr_db": to_float.decibels()} if to_float.elements else {}
-    return Report("Parity of the session with the simulation", rows, {**facts, **ends, **distance})
+    return Report("Parity of the session with the simulation", [*rows.values()], {**facts, **ends, **distance})
 
 
 def _compare_codes(

@@ -25,6 +25,7 @@ from qsdk.core.errors import QsdkError
 
 Array = npt.NDArray[Any]
 _RANDOM = 21  # the last opset whose RandomUniformLike the runtime has (1.32)
+_USUAL = 16.0  # times the power of noise of a step everywhere; a runtime's own roundings turn far fewer codes
 _TIMES = 16.0  # the factor by which the noise of a few runs may fall short of the largest possible
 #: of one op: a float32 unit, times four for the sums inside an op; of a narrow float, whose ops add up in float32, one
 #: unit. Where the runtime has no kernel in float64, it computes in float32.
@@ -130,6 +131,34 @@ class NoisyRuns:
                 if np.shape(value) == found[name][0].shape:
                     found[name].append(np.asarray(value))
         return found
+
+
+def unexplained(
+    runs: NoisyRuns, feeds: Mapping[str, Array], got: Mapping[str, Array], wanted: Mapping[str, Array]
+) -> list[str]:
+    """Return the outputs of a whole model that are further off than steps at the sites and rounding bring about.
+
+    Args:
+        runs: of the model, with steps.
+        feeds: of a batch.
+        got: of the model in a runtime.
+        wanted: of the simulation.
+    """
+    types = {value.name: dtype_name(value.type.tensor_type.elem_type) for value in runs.model.graph.output}
+    noisy = runs.run(feeds, wanted)
+    verdicts = {name: verdict(got[name], np.asarray(wanted[name]), noisy[name], types[name]) for name in runs.outputs}
+    return [n for n, found in verdicts.items() if not found.passed or not _is_usual(got[n], wanted[n], noisy[n])]
+
+
+def _is_usual(got: Array, wanted: Array, noisy: Sequence[Array]) -> bool:
+    """Return True if the power of a whole output's error is that of the noisy runs, whatever its largest element."""
+    if np.asarray(wanted).dtype.kind not in "fV":
+        return True
+    first, *others = (np.asarray(values, np.float64) for values in noisy)
+    with np.errstate(invalid="ignore"):  # infinite in both
+        most = max((float(np.nansum((values - first) ** 2)) for values in others), default=np.inf)
+        found = float(np.nansum((np.asarray(got, np.float64) - np.asarray(wanted, np.float64)) ** 2))
+    return most == 0 or found <= _USUAL * most
 
 
 def with_noise(model: ModelProto, outputs: Sequence[str], *, steps: bool = False) -> ModelProto:

@@ -1,6 +1,6 @@
 """Count differences at a site, in steps of a grid or units in the last place of floats; and the noise of outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Tally:
     total: float = 0.0
     elements: int = 0
     note: str = ""
+    sqnr_db: float | None = None  # of an output, from end to end
 
     def add(self, difference: Array) -> None:
         """Add the distances of some elements."""
@@ -41,6 +42,7 @@ class Tally:
         """Return the site's row of the report."""
         mean = self.total / self.elements if self.elements else float("inf" if self.note else 0)
         found = {"site": site, "kind": self.kind, "max_lsb": self.largest, "mean_lsb": mean, "elements": self.elements}
+        found |= {} if self.sqnr_db is None else {"sqnr_db": self.sqnr_db}
         return {**found, "note": self.note} if self.note else found
 
 
@@ -110,15 +112,41 @@ class Noise:
     def __init__(self) -> None:
         self.signal = self.difference = 0.0
 
-    def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
-        """Add the outputs of a batch, of the model and of the simulation."""
-        for left, right in zip(got, wanted, strict=True):
-            exact = np.asarray(right, np.float64)
-            self.signal += float((exact**2).sum())
-            self.difference += float(((np.asarray(left, np.float64) - exact) ** 2).sum())
+    def add(self, got: Array, wanted: Array) -> None:
+        """Add the values of a batch, of the model and of the simulation."""
+        exact = np.asarray(wanted, np.float64)
+        self.signal += float((exact**2).sum())
+        self.difference += float(((np.asarray(got, np.float64) - exact) ** 2).sum())
 
     def decibels(self) -> float:
         """Return the ratio of both powers in dB; infinite where nothing differs."""
         if self.difference == 0:
             return float("inf")
         return float(10 * np.log10(self.signal / self.difference)) if self.signal else float("-inf")
+
+
+class OutputNoises:
+    """The noise of each float output of a model by itself: none hides behind a larger one, or behind integers.
+
+    Attributes:
+        by_name: name of a float output -> its noise.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Noise] = {}
+
+    def add(self, got: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+        """Add the outputs of a batch, of the model and of the simulation."""
+        for name, right in wanted.items():
+            if np.asarray(right).dtype.kind in "fV":
+                self.by_name.setdefault(name, Noise()).add(got[name], right)
+
+    def worst(self) -> tuple[str, float] | None:
+        """Return the output with the lowest ratio in dB, and that; None where no output is float."""
+        found = {name: noise.decibels() for name, noise in self.by_name.items()}
+        return min(found.items(), key=lambda item: -np.inf if np.isnan(item[1]) else item[1], default=None)
+
+    def decibels(self) -> float | None:
+        """Return the ratio of the worst output in dB; None where no output is float."""
+        found = self.worst()
+        return None if found is None else found[1]

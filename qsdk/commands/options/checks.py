@@ -44,11 +44,11 @@ def add_parity(commands: Any) -> None:
         help="configuration entry of the session, such as session.qdq_matmulnbits_accuracy_level=0",
     )
     parity.add_argument(
-        "--min-sqnr", type=float, metavar="DB", help="what the outputs must reach, against the simulation's"
+        "--min-sqnr", type=float, metavar="DB", help="what each float output must reach, against the simulation's"
     )
     parity.add_argument("--float", metavar="FILE", help="the float model, to say how far the outputs are from it")
     parity.add_argument(
-        "--min-float-sqnr", type=float, metavar="DB", help="what the outputs must reach, against those of --float"
+        "--min-float-sqnr", type=float, metavar="DB", help="what each float output must reach, against that of --float"
     )
     parity.add_argument(
         "--runtime",

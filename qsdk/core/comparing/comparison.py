@@ -7,7 +7,7 @@ import numpy as np
 
 from qsdk.core.comparing.by_values import by_values
 from qsdk.core.comparing.folder import DumpedFolder
-from qsdk.core.comparing.judge import Difference, PairOfPlaces
+from qsdk.core.comparing.judge import PairOfPlaces
 from qsdk.core.comparing.layouts import find_layout
 from qsdk.core.comparing.matching import Pair, match
 from qsdk.core.comparing.place import Array, Place, Side, rounding_noise
@@ -88,14 +88,10 @@ class Comparison:
         return self._sides[0].places, self._sides[1].places
 
     def _outputs(self) -> float | None:
-        """Return the ratio over all outputs of the model, None where none is matched."""
-        pairs = [pair for pair in self._pairs if pair.layout is not None]
+        """Return the ratio at the worst float output of the model, None where none is matched."""
+        pairs = [pair for pair in self._pairs if pair.layout is not None and not pair.counts]
         ends = [pair.whole for pair in pairs if any(place.output is not None for place in pair.pair)]
-        if not ends:
-            return None
-        total = Difference(sum(end.signal for end in ends), sum(end.noise for end in ends))
-        total.invented = any(end.invented for end in ends)
-        return total.decibels()
+        return min((end.decibels() for end in ends), default=None)
 
     def _match(self) -> list[Pair]:
         """Return the pairs by name, in network order, that can be compared."""
@@ -132,7 +128,9 @@ class Comparison:
         flat = self._is_raw(1 - reference, pair)
         sides = ("b", "a") if reference else ("a", "b")
         layout = find_layout(found[reference], found[1 - reference], sides, flat=flat, usual=usual)
-        return PairOfPlaces(pair, reference, layout, (found[0].shape, found[1].shape))
+        raw = [side[place.name] for side, place in zip(values, pair, strict=True)]
+        counts = all(value.dtype.kind in "iub" and not place.codes for value, place in zip(raw, pair, strict=True))
+        return PairOfPlaces(pair, reference, layout, (found[0].shape, found[1].shape), counts=counts)
 
     def _is_raw(self, side: int, pair: Pair) -> bool:
         model = self._sides[side]

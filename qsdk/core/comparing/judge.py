@@ -78,6 +78,7 @@ class PairOfPlaces:
         between: quantized places without a partner since the ones in front; 1 if there are only earlier ones, whose
             rounding may come by way of a shortcut.
         on_grid: whether the values of the side without an encoding lie on the other one's grid.
+        counts: True for integers that are no codes, such as ids: their power says nothing.
     """
 
     pair: Pair
@@ -90,6 +91,7 @@ class PairOfPlaces:
     segment: tuple[float, float] = (0.0, 0.0)
     between: int = 0
     on_grid: bool = True
+    counts: bool = False
 
     @property
     def encoding(self) -> Encoding | None:

@@ -63,7 +63,7 @@ def compare(
         Rows in network order: `site` (the name on side a), `other` (on side b), `layout` (what lies otherwise: NHWC,
         axes of one), `max_difference`, `sqnr_db`, `max_lsb` (in steps, where a side is quantized), `own_sqnr_db` (with
         the same values in front), `off`. Summary: `first_off`, `why`, `matched`, `unmatched_a`, `unmatched_b`,
-        `sqnr_db` (of the outputs).
+        `sqnr_db` (of the worst float output).
 
     Raises:
         ConfigError: a side that is none of these, a name in `names` that is not there, or no names in common.

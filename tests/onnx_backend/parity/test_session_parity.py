@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, prepared
 
 import qsdk
@@ -44,8 +44,9 @@ def test_the_default_session_gives_what_is_simulated(name: str):
     casts = {node.output[0] for node in model.graph.node if node.op_type == "Cast"}
     pairs = [n for n in model.graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in casts]
     copies = sum(any(entry.key == "qsdk.copy_of" for entry in n.metadata_props) for n in pairs)
-    assert len(report.rows) == len(pairs) - copies
-    assert all(row["elements"] > 0 for row in report.rows)
+    sites = [row for row in report.rows if "max_lsb" in row]
+    assert len(sites) == len(pairs) - copies
+    assert all(row["elements"] > 0 for row in sites)
 
 
 def test_each_site_gets_the_simulations_own_input():
@@ -79,7 +80,9 @@ def test_a_weight_only_model_is_judged_by_its_outputs():
     qsdk.calibrate(sim, [VECTORS], progress=False)
     model = sim.qdq_model()
     at_default = check_session(model, [VECTORS], least_sqnr_db=80, float_model=mlp(), progress=False)
-    assert at_default.rows == []
+    (row,) = at_default.rows
+    assert (row["site"], row["kind"]) == ("y:output", "output")
+    assert row["sqnr_db"] == at_default.summary["sqnr_db"]
     assert not at_default.summary["passed"]
     assert at_default.summary["float_sqnr_db"] < at_default.summary["sqnr_db"] < 80
     exact = {"session.qdq_matmulnbits_accuracy_level": "0"}
@@ -136,3 +139,39 @@ def test_an_output_that_is_nan_never_passes():
     ).summary
     assert np.isnan(against["float_sqnr_db"])
     assert not against["passed"]
+
+
+def two_heads(other: str) -> ModelProto:
+    """Scores between -0.5 and 0.5 beside a large output, or beside integers."""
+    rng, value = np.random.default_rng(0), helper.make_tensor_value_info
+    stored = {"wb": rng.normal(size=(16, 16)) * 30, "ws": rng.normal(size=(16, 16)) * 0.05, "half": 0.5}
+    tensors = [numpy_helper.from_array(np.float32(v), name) for name, v in stored.items()]
+    tensors.append(numpy_helper.from_array(np.int64(1), "one"))
+    nodes = [node("MatMul", ["x", "wb"], ["boxes"], "box"), node("MatMul", ["x", "ws"], ["l"], "score")]
+    nodes += [node("Sigmoid", ["l"], ["p"], "p"), node("Sub", ["p", "half"], ["scores"], "shift")]
+    nodes.append(node("Add", ["ids", "one"], ["next"], "next"))
+    kinds = {"boxes": TensorProto.FLOAT, "scores": TensorProto.FLOAT, "next": TensorProto.INT64}
+    edges = [value("x", TensorProto.FLOAT, [8, 16]), value("ids", TensorProto.INT64, [8, 16])]
+    outputs = [value(name, kinds[name], [8, 16]) for name in (other, "scores")]
+    graph = helper.make_graph(nodes, "g", edges, outputs, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("other", ["boxes", "next"])
+def test_the_worst_float_output_decides_and_integers_have_no_power(other):
+    rng, model = np.random.default_rng(1), two_heads(other)
+    x = {"x": rng.normal(size=(8, 16)).astype(np.float32), "ids": rng.integers(0, 30000, (8, 16))}
+    sim = qsdk.quantize(model, None, w8a16().override("score", weight="int2"))
+    qsdk.calibrate(sim, [x], progress=False)
+    found = check_session(sim.qdq_model(), [x], float_model=model, least_float_sqnr_db=15, progress=False)
+    rows = {row["site"]: row["float_sqnr_db"] for row in found.rows if "float_sqnr_db" in row}
+    assert list(rows) == [*(["box:output"] if other == "boxes" else []), "shift:output"]
+    assert found.summary["float_sqnr_db"] == rows["shift:output"] < 15 < rows.get("box:output", 16)
+    assert "the output 'scores' reaches" in found.summary["reason"]
+    assert check_session(sim.qdq_model(), [x], float_model=model, least_float_sqnr_db=3, progress=False).summary[
+        "passed"
+    ]
+    report = qsdk.check_parity(sim, sim.qdq_model(), [x], progress=False)
+    assert [row["site"] for row in report.rows if "sqnr_db" in row] == list(rows)
+    compared = qsdk.compare(model, sim, [x], progress=False)
+    assert compared.summary["sqnr_db"] == pytest.approx(rows["shift:output"], abs=1)
