@@ -63,3 +63,15 @@ def test_an_output_may_be_off_by_the_last_rounding_of_its_own_type_only():
     assert verdict(wanted + np.array([unit, 0, 0], np.float32), wanted, (), "bfloat16").passed
     assert not verdict(wanted + np.array([8 * unit, 0, 0], np.float32), wanted, (), "bfloat16").passed
     assert not verdict(wanted + np.array([unit, 0, 0], np.float32), wanted, ()).passed
+
+
+def test_a_small_number_among_zeros_may_be_as_far_off_as_among_others():
+    """Behind a Relu, half of the results are zeros: a sum near 0 has the error of its terms, not of its size."""
+    usual = np.linspace(0.5, 1.5, 40, dtype=np.float32)
+    for zeros in (0, 60):
+        wanted = np.concatenate([usual, np.zeros(zeros, np.float32), np.float32([1e-4])])
+        got = wanted.copy()
+        got[-1] += np.float32(2e-7)
+        assert verdict(got, wanted, ()).passed
+        got[-1] += np.float32(2e-5)
+        assert not verdict(got, wanted, ()).passed
