@@ -13,7 +13,8 @@ from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import Decision, Turns
+from qsdk.core.planning.turning import pair_places
 from qsdk.core.ranges.histogram import SAMPLES, STEPS
 from qsdk.core.ranges.statistics import channel_axis
 
@@ -113,6 +114,8 @@ class _StatisticsGraphBuilder:
 
     def _watch(self, mark: NodeProto, decision: Decision, known: bool) -> None:
         site, tensor = decision.site, self._in_float32(mark)
+        if decision.turns is not None:
+            tensor = self._at_any_position(tensor, decision.turns, site)
         channels = channel_axis(decision)
         if channels is not None:
             self._watch_channels(site, tensor, channels, decision, known)
@@ -125,7 +128,7 @@ class _StatisticsGraphBuilder:
         check = "" if known else self._check(site, tensor)
         sample = step = ""
         if sampled:
-            sample, step = self._sample(site, mark, tensor)
+            sample, step = self._sample(site, mark if decision.turns is None else None, tensor)
         self.watched.append(SiteStatistics(site, high, low, check, sample, step))
 
     def _in_float32(self, mark: NodeProto) -> str:
@@ -153,10 +156,28 @@ class _StatisticsGraphBuilder:
         zeros = self._node("Mul", [tensor, self._constant("zero", np.zeros((), np.float32))], f"{site}/zeros")
         return self._output(self._node("ReduceSum", [zeros], f"{site}/check", keepdims=0))
 
-    def _sample(self, site: str, mark: NodeProto, tensor: str) -> tuple[str, str]:
+    def _at_any_position(self, tensor: str, turns: Turns, site: str) -> str:
+        """Return the ends that values come to which turn with the position, and all others as they are; all twice."""
+        at = [self._constant(f"{n} of {turns}", place) for n, place in enumerate(pair_places(turns))]
+        squares = []
+        for place in at[:2]:
+            part = self._node("Gather", [tensor, place], f"{site}/part", axis=-1)
+            squares.append(self._node("Mul", [part, part], f"{site}/square"))
+        radius = self._node("Sqrt", [self._node("Add", squares, f"{site}/squares")], f"{site}/radius")
+        ends = self._node("Gather", [radius, at[2]], f"{site}/ends", axis=-1)
+        limits = [self._constant(name, np.array([n], np.int64)) for name, n in (("end", 2**62), ("last axis", -1))]
+        begin = self._constant(f"behind {turns[1]}", np.array(turns[1:], np.int64))
+        rest = self._node("Slice", [tensor, begin, *limits], f"{site}/rest")
+        both = [
+            self._node("Concat", [end, rest], f"{site}/any_position", axis=-1)
+            for end in (ends, self._node("Neg", [ends], f"{site}/low_ends"))
+        ]
+        return self._node("Concat", both, f"{site}/any_position", axis=0)
+
+    def _sample(self, site: str, mark: NodeProto | None, tensor: str) -> tuple[str, str]:
         """Return every n-th value of the flattened tensor; and n, see `sample_step`, one for tensors of one size."""
         flat = self._node("Reshape", [tensor, self._constant("flat", np.array([-1], np.int64))], f"{site}/flat")
-        size = self.same_size.of(mark.output[0])
+        size = tensor if mark is None else self.same_size.of(mark.output[0])
         if size not in self.steps:
             self.steps[size] = self._output(self._step(site, flat), TensorProto.INT64)
         begin, end = (self._constant(name, np.array([n], np.int64)) for name, n in (("begin", 0), ("end", 2**62)))

@@ -197,7 +197,8 @@ def _dual_level() -> Iterator[None]:
     """Allow dual tensors in the block."""
     with forward_ad.dual_level():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the first one loads what torch warns of itself
+            # the first one loads what torch warns of itself: a DeprecationWarning until 2.14, a FutureWarning since
+            warnings.filterwarnings("ignore", message=r".*torch\.jit\.")
             _dual(torch.zeros(1), torch.zeros(1))
         yield
 

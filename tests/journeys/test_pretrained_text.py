@@ -7,6 +7,7 @@ import torch
 import zoo_text
 from onnx import numpy_helper
 from pretrained_road import require_whole_road, travelled
+from tiny_decoders import CACHE
 from zoo_text import cosine, perplexity
 
 import qsdk
@@ -72,7 +73,7 @@ def test_stories_with_a_cache_that_comes_and_goes(llama, tmp_path):
     model, tokens = llama
     cached = zoo_text.WithCache(model.llama).eval()
     with torch.no_grad():
-        layers = model.llama(input_ids=tokens[:2, :20], use_cache=True).past_key_values.layers
+        layers = model.llama(input_ids=tokens[:2, :20], use_cache=True)[CACHE].layers
         past = tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
         expected = cached(tokens[:2, 20:21], past)[0]
     example = (tokens[:2, 20:21], past)

@@ -10,7 +10,7 @@ import torch
 from onnx import helper
 from qdq_models import make_model
 from rotated_models import off
-from tiny_decoders import DECODERS, decoder, generate, session_of, step_example, tokens
+from tiny_decoders import CACHE, DECODERS, decoder, generate, session_of, step_example, tokens
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
@@ -31,7 +31,7 @@ def in_steps(model: nn.Module, ids: torch.Tensor) -> tuple[np.ndarray, DynamicCa
     cache, found = DynamicCache(), []
     with torch.no_grad():
         for step in (ids[:, :6], *ids[:, 6:].split(1, dim=1)):
-            found.append(model(input_ids=step, past_key_values=cache, use_cache=True).logits)
+            found.append(model(input_ids=step, **{CACHE: cache}, use_cache=True).logits)
     return torch.cat(found, dim=1).numpy(), cache
 
 
@@ -54,8 +54,8 @@ def test_logits_of_a_prompt_and_of_steps_stay_and_the_cache_holds_turned_values(
     assert off(turned_values, values) > 0.1
     np.testing.assert_allclose(np.linalg.norm(turned_values, axis=-1), np.linalg.norm(values, axis=-1), rtol=1e-5)
     with torch.no_grad():  # one cache in the other model is what the report warns of
-        mixed = after(input_ids=ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits.numpy()
-        same = after(input_ids=ids[:, -1:], past_key_values=copy.deepcopy(other)).logits.numpy()
+        mixed = after(input_ids=ids[:, -1:], **{CACHE: copy.deepcopy(cache)}).logits.numpy()
+        same = after(input_ids=ids[:, -1:], **{CACHE: copy.deepcopy(other)}).logits.numpy()
     assert off(mixed, same) > 1e-3
 
 
@@ -79,9 +79,9 @@ def test_the_quantizers_of_the_cache_sit_on_turned_values_in_both_paths(tied: bo
     encoding = sim.encodings[_VALUE]
     assert encoding.scale < 0.75 * before
     with torch.no_grad():
-        float_values = sim.unwrap()(**data[0]).past_key_values.layers[0].values.numpy()
-        cache = sim.model(input_ids=data[0]["input_ids"][:, :6]).past_key_values
-        sim.model(input_ids=data[0]["input_ids"][:, 6:7], past_key_values=cache)
+        float_values = sim.unwrap()(**data[0])[CACHE].layers[0].values.numpy()
+        cache = sim.model(input_ids=data[0]["input_ids"][:, :6])[CACHE]
+        sim.model(input_ids=data[0]["input_ids"][:, 6:7], **{CACHE: cache})
     values = cache.layers[0].values.numpy()
     assert np.array_equal(encoding.dequantize(encoding.quantize(values)), values)
     assert np.abs(values - float_values[:, :, :7]).max() < 4 * encoding.scale.max()
@@ -134,7 +134,7 @@ def test_data_with_a_cache_from_before_is_refused_and_nothing_has_changed() -> N
         qsdk.rotate(sim, [{"input_ids": tokens(1)}, step_example(model)], progress=False)
     assert sim.encodings == encodings
     assert all(torch.equal(x, before[name]) for name, x in sim.model.state_dict().items())
-    empty = {"input_ids": tokens(2), "past_key_values": DynamicCache()}
+    empty = {"input_ids": tokens(2), CACHE: DynamicCache()}
     assert len(turned(qsdk.rotate(sim, iter([empty]), progress=False))) == 2
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import Decision, Turns
+from qsdk.core.planning.turning import pair_places
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.histogram import sample_step
 from qsdk.core.ranges.statistics import Statistics, channel_axis, part_axes, reads_histogram, require_finite
@@ -26,6 +27,7 @@ class Observers:
         self._nonnegative = {site: decision.op_type == "Relu" for site, decision in wanted.items()}
         self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
         self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
+        self._turning = {site: decision.turns for site, decision in wanted.items() if decision.turns is not None}
         self._pending: list[Tensor] = []
         self._pending_sites: list[tuple[str, bool]] = []  # site of each pending value, and whether it is a maximum
         self._samples: dict[str, list[tuple[Tensor, int]]] = {}
@@ -35,6 +37,13 @@ class Observers:
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Reduce the tensor at a site, if its range is wanted, and return it unchanged."""
+        if site in self._turning:
+            self._visit(site, _at_any_position(x.detach(), self._turning[site]))
+        else:
+            self._visit(site, x)
+        return x
+
+    def _visit(self, site: str, x: Tensor) -> None:
         nonnegative = self._nonnegative.get(site)
         for part in part_axes(x.shape) if site in self._edges and x.numel() else ():
             others = [axis for axis in range(x.dim()) if axis != part]
@@ -53,7 +62,6 @@ class Observers:
                 # a copy: the model may write over the tensor, and a view would keep all of it
                 sample = x.detach().reshape(-1)[::step].to(torch.float32, copy=True)
                 self._samples.setdefault(site, []).append((sample, step))
-        return x
 
     def end_batch(self, number: int) -> None:
         """Add the batch to the statistics.
@@ -91,3 +99,12 @@ class Observers:
             return
         for (low, high), (sample, step) in zip(calls, samples, strict=True):
             self.statistics.add(site, low, high, sample.cpu().numpy(), step)
+
+
+def _at_any_position(x: Tensor, turns: Turns) -> Tensor:
+    """Return the ends that values come to which turn with the position, and all others as they are; all twice."""
+    first, second, place = (torch.from_numpy(at).to(x.device) for at in pair_places(turns))
+    values = x.float()
+    a, b = values[..., first], values[..., second]
+    ends, rest = (a * a + b * b).sqrt()[..., place], values[..., turns[1] :]
+    return torch.cat([torch.cat([ends, rest], -1), torch.cat([-ends, rest], -1)])

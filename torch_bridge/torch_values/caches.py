@@ -14,6 +14,8 @@ class CacheKey(str):
     """A part of a path that leads into a cache; in an exported file it stands behind a dot: `past_key_values.0.key`."""
 
 
+#: an argument's name for a cache in transformers, the second one since 5.24; in exported files it has the first
+ARGUMENTS = ("past_key_values", "cache")
 _DYNAMIC = "DynamicCache"
 _SINGULAR = {"keys": "key", "values": "value"}
 _PARTS = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder and a decoder

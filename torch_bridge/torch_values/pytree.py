@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torch_bridge.torch_values.caches import CacheKey, is_cache, map_cache
+from torch_bridge.torch_values.caches import ARGUMENTS, CacheKey, is_cache, map_cache
 
 #: path to a leaf: argument names, keys, fields and positions
 Path = tuple[str, ...]
@@ -124,5 +124,10 @@ def map_arguments(
     """
     names = input_names(forward, args)
     names += [str(i) for i in range(len(names), len(args))]
-    mapped = tuple(map_leaves(arg, each, tuple(name.split("."))) for name, arg in zip(names, args, strict=True))
-    return mapped, {name: map_leaves(value, each, tuple(name.split("."))) for name, value in kwargs.items()}
+    mapped = tuple(map_leaves(arg, each, _begin(name, arg)) for name, arg in zip(names, args, strict=True))
+    return mapped, {name: map_leaves(value, each, _begin(name, value)) for name, value in kwargs.items()}
+
+
+def _begin(name: str, value: Any) -> Path:
+    """Return the path of an argument: its name, and for a cache the one that it has in every exported file."""
+    return ARGUMENTS[:1] if name in ARGUMENTS and is_cache(value) else tuple(name.split("."))

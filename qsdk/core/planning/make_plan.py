@@ -17,6 +17,7 @@ from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.islands.find import with_islands
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.stored import plan_stored
+from qsdk.core.planning.turning import with_turning
 from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
 
 #: choices of a rule that are about stored tensors alone, and about inputs of the model alone
@@ -41,7 +42,7 @@ def make_plan(
     context = PlanningContext(graph, config, coarse or {})
     _require_matches(context, tuple(extra_owners))
     wanted = plan_activations(context)
-    activations = constrain_matmuls(context, wanted)
+    activations = with_turning(graph, context.groups, constrain_matmuls(context, wanted))
     stored = plan_stored(context, activations)
     _require_dtypes(context, [*wanted.values(), *stored.values()])
     stored = constrain_norms(context, activations, stored)

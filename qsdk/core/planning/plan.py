@@ -12,6 +12,10 @@ BY_CALIBRATION = "the calibration"
 OF_CACHE = "keys and values of the cache"
 
 
+#: how pairs lie along the last axis, `halves` (i, i + n/2) or `pairs` (i, i + 1), and n, the values that are in pairs
+Turns = tuple[str, int]
+
+
 @dataclass(frozen=True)
 class Decision:
     """The plan's entry for one site.
@@ -29,6 +33,7 @@ class Decision:
         shape: of the tensor, where known.
         tensor_type: float type of the tensor in the model.
         computes_in: the narrow float type in which the op computes that makes the tensor (`planning.islands`), or "".
+        turns: which values turn with the position of a token (`planning.turning`): their range is for every position.
     """
 
     site: str
@@ -43,6 +48,7 @@ class Decision:
     shape: tuple[int | str | None, ...] | None = None
     tensor_type: str = "float32"
     computes_in: str = ""
+    turns: Turns | None = None
 
     @property
     def quantized(self) -> bool:

@@ -8,9 +8,11 @@ from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 from qsdk.core.planning.plan import Decision, Plan
 
-_TUPLES = ("bias_of", "shape")
+_TUPLES = ("bias_of", "shape", "turns")
 #: fields that explain a decision and are no part of it
-_WORDS = ("reason", "rule", "shape", "tensor_type")
+_WORDS = ("reason", "rule", "shape", "tensor_type", "turns")
+#: fields that only some decisions have
+_RARE = ("computes_in", "turns")
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def _facts(decision: Decision | None) -> dict[str, Any] | None:
 
 
 def _decision_to_json(decision: Decision) -> dict[str, Any]:
-    facts = {name: value for name, value in vars(decision).items() if value or name != "computes_in"}
+    facts = {name: value for name, value in vars(decision).items() if value or name not in _RARE}
     return {**facts, "spec": None if decision.spec is None else _spec_to_json(decision.spec)}
 
 
@@ -54,8 +56,8 @@ def _spec_to_json(spec: Spec) -> dict[str, Any]:
 
 
 def _read_decision(entry: Mapping[str, Any]) -> Decision:
-    # an older file lacks the float type of the tensor, which was float32, and islands
-    later = {"tensor_type": "float32", "computes_in": ""}
+    # an older file lacks the float type of the tensor, which was float32, islands, and what turns
+    later = {"tensor_type": "float32", "computes_in": "", "turns": None}
     given = {field.name: entry[field.name] for field in fields(Decision) if field.name not in later}
     given |= {name: entry.get(name, default) for name, default in later.items()}
     for name in _TUPLES:

@@ -1,5 +1,6 @@
 """Decoders of transformers at their smallest, sims of them, and generation from an exported file alone."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import qsdk
 from qsdk.core.config.config import QuantConfig
 from torch_bridge.sim import QuantSim
 
+#: the argument and the output that hold a cache; transformers 5.24 has renamed them
+CACHE = "cache" if "cache" in inspect.signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"
 VOCABULARY = 128
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -78,13 +81,13 @@ def step_example(model: nn.Module, batch: int = 2, past: int = 5, step: int = 3)
     """Return the arguments of one step: new tokens, mask, positions, and the cache of the tokens before."""
     ids, cache = tokens(0, batch, past + step), DynamicCache()
     with torch.no_grad():
-        model(input_ids=ids[:, :past], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, :past], **{CACHE: cache}, use_cache=True)
     positions = torch.arange(past, past + step)[None].repeat(batch, 1)
     return {
         "input_ids": ids[:, past:],
         "attention_mask": torch.ones_like(ids),
         "position_ids": positions,
-        "past_key_values": cache,
+        CACHE: cache,
     }
 
 

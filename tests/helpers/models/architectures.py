@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from tiny_decoders import CACHE
 from torch import Tensor, nn
 from torch_models import seeded
 from transformers.cache_utils import DynamicCache
@@ -140,8 +141,8 @@ class WithCache(nn.Module):
         cache = DynamicCache()
         cache.update(past_key_0, past_value_0, 0)
         cache.update(past_key_1, past_value_1, 1)
-        found = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
-        after = [tensor for layer in found.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        found = self.model(input_ids, attention_mask=attention_mask, **{CACHE: cache}, use_cache=True)
+        after = [tensor for layer in found[CACHE].layers for tensor in (layer.keys, layer.values)]
         return found.logits, *after
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from fetch import MINI_LM, REVIEWS, STORIES, fetch
 from safetensors.torch import load_file
+from tiny_decoders import CACHE
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -134,8 +135,8 @@ class WithCache(nn.Module):
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(zip(past[::2], past[1::2], strict=True)):
             cache.update(keys, values, layer)
-        found = self.llama(input_ids=input_ids, past_key_values=cache, use_cache=True)
-        layers = found.past_key_values.layers
+        found = self.llama(input_ids=input_ids, **{CACHE: cache}, use_cache=True)
+        layers = found[CACHE].layers
         return found.logits, tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tiny_decoders import DECODERS, decoder, generate, session_of, step_example, tokens
+from tiny_decoders import CACHE, DECODERS, decoder, generate, session_of, step_example, tokens
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import qsdk
@@ -60,10 +60,10 @@ def test_parity_of_a_step_and_of_a_prompt(tmp_path: Path) -> None:
 def test_the_example_and_the_batches_keep_their_caches() -> None:
     model = DECODERS["llama"]()
     example = step_example(model)
-    keys = example["past_key_values"].layers[0].keys.clone()
+    keys = example[CACHE].layers[0].keys.clone()
     sim = qsdk.quantize(model, example, qsdk.w8a8())
     qsdk.calibrate(sim, [example, example], progress=False)
-    assert torch.equal(example["past_key_values"].layers[0].keys, keys)
+    assert torch.equal(example[CACHE].layers[0].keys, keys)
 
 
 @pytest.mark.slow
@@ -98,19 +98,19 @@ def test_a_cache_that_keeps_a_window_alone_is_refused() -> None:
     model, ids = DECODERS["mistral, sliding window"](), tokens(0)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, :4], **{CACHE: cache}, use_cache=True)
     with pytest.raises(ConfigError, match=r"keeps a sliding window alone.*DynamicCache\(\) without the model's config"):
-        qsdk.quantize(model, {"input_ids": ids[:, 4:], "past_key_values": cache})
+        qsdk.quantize(model, {"input_ids": ids[:, 4:], CACHE: cache})
 
 
 def test_a_cache_of_fixed_size_is_refused_as_the_example_and_serves_the_sim() -> None:
     sim, ids = _sim(), tokens(9)
     cache = StaticCache(config=sim.model.config, max_cache_len=16)
     with pytest.raises(ConfigError, match=r"StaticCache, has a fixed size.*give a cache that grows, DynamicCache\(\)"):
-        qsdk.quantize(sim.unwrap(), {"input_ids": ids[:, :4], "past_key_values": cache})
+        qsdk.quantize(sim.unwrap(), {"input_ids": ids[:, :4], CACHE: cache})
     with torch.no_grad():
         whole = sim.model(input_ids=ids).logits
-        parts = [sim.model(input_ids=part, past_key_values=cache).logits for part in (ids[:, :4], ids[:, 4:])]
+        parts = [sim.model(input_ids=part, **{CACHE: cache}).logits for part in (ids[:, :4], ids[:, 4:])]
     assert (torch.cat(parts, 1) - whole).abs().max() < 0.02 * whole.abs().max()
     assert [int(layer.cumulative_length) for layer in cache.layers] == [10, 10]
 
@@ -120,9 +120,9 @@ def test_data_with_a_cache_of_fixed_size_stays_as_it_was() -> None:
     sim = qsdk.quantize(model, step_example(model), qsdk.w8a8())
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
-        model(input_ids=ids[:, :8], past_key_values=cache)
+        model(input_ids=ids[:, :8], **{CACHE: cache})
     keys = cache.layers[0].keys.clone()
-    qsdk.calibrate(sim, [{"input_ids": ids[:, 8:], "past_key_values": cache}], method="mse", progress=False)
+    qsdk.calibrate(sim, [{"input_ids": ids[:, 8:], CACHE: cache}], method="mse", progress=False)
     assert [int(layer.cumulative_length) for layer in cache.layers] == [8, 8]
     assert torch.equal(cache.layers[0].keys, keys)
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tiny_decoders import DECODERS, plain_sim, t5, tokens
+from tiny_decoders import CACHE, DECODERS, plain_sim, t5, tokens
 from transformers.cache_utils import DynamicCache
 
 import qsdk
@@ -69,8 +69,8 @@ def test_steps_read_each_site_with_its_own_encoding() -> None:
     with torch.no_grad():
         whole = sim.model(input_ids=ids).logits
         cache = DynamicCache(config=sim.model.config)
-        first = sim.model(input_ids=ids[:, :6], past_key_values=cache, use_cache=True).logits
-        rest = sim.model(input_ids=ids[:, 6:], past_key_values=cache, use_cache=True).logits
+        first = sim.model(input_ids=ids[:, :6], **{CACHE: cache}, use_cache=True).logits
+        rest = sim.model(input_ids=ids[:, 6:], **{CACHE: cache}, use_cache=True).logits
     # products of matrices of other shapes round otherwise in their last bit, which may turn a rounding
     assert (torch.cat([first, rest], 1) - whole).abs().max() < 0.02 * whole.abs().max()
     assert cache.get_seq_length() == 10
@@ -89,7 +89,7 @@ def test_positions_and_a_mask_that_the_example_did_not_have() -> None:
 def test_embeddings_in_the_place_of_tokens_are_refused_with_a_cache() -> None:
     sim = _sim("llama")
     with pytest.raises(ModelError, match=r"depends on inputs_embeds, which the example did not have"):
-        sim.model(inputs_embeds=torch.zeros(1, 4, 32), past_key_values=DynamicCache())
+        sim.model(inputs_embeds=torch.zeros(1, 4, 32), **{CACHE: DynamicCache()})
 
 
 def test_labels_are_no_part_of_the_quantized_model() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_decoders import DECODERS, generate, session_of, step_example, t5, tokens
+from tiny_decoders import CACHE, DECODERS, generate, session_of, step_example, t5, tokens
 from torch import nn
 from torch_models import ConvNet
 
@@ -68,7 +68,7 @@ def test_keys_and_values_are_quantized_once() -> None:
     ]
     assert {rows[f"model.layers.0.{site}"]["dtype"] for site in moved} == {"int8"}
     assert rows["model.layers.0.self_attn.k_proj:output"]["dtype"] == "uint8"  # RoPE computes between the two
-    cache = sim.model(input_ids=tokens(9)).past_key_values
+    cache = sim.model(input_ids=tokens(9))[CACHE]
     encoding = sim.encodings[_KEY]
     keys = cache.layers[0].keys.detach().numpy()
     assert np.array_equal(encoding.dequantize(encoding.quantize(keys)), keys)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 import torch
-from tiny_decoders import decoder, generate, session_of, step_example, tokens
+from tiny_decoders import CACHE, decoder, generate, session_of, step_example, tokens
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
@@ -95,7 +95,7 @@ def test_parity_of_both_files(tmp_path: Path) -> None:
     qsdk.export(_sim(), tmp_path / "model.onnx", shapes=BOTH, cache="integer")
     ids = tokens(3, length=PROMPT)
     facts = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(PROMPT)[None]}
-    prompt = {"input_ids": ids, **facts, "past_key_values": DynamicCache()}
+    prompt = {"input_ids": ids, **facts, CACHE: DynamicCache()}
     step = step_example(_decoder(), batch=1, past=PAST, step=1)
     for name, batch in (("prefill", prompt), ("decode", step)):
         report = qsdk.check_parity(_sim(), tmp_path / f"model.{name}.onnx", [batch], progress=False)
