@@ -22,7 +22,9 @@ from onnx_backend.proto.graph_queries import consumers, initializers, names_in, 
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
     attributes,
+    constant_tensor,
     drop_unused_initializers,
+    is_constant,
     is_mark,
     lift_constants,
     rename_inputs,
@@ -119,9 +121,10 @@ class _Simplifier:
         if node.op_type != "If" or not node.input or node.input[0] not in self.small:
             return None
         nodes, stored = chosen_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
-        for tensor in stored:
+        # the Constants of a branch may decide the Ifs inside it
+        for tensor in (*stored, *(constant_tensor(inner) for inner in nodes if is_constant(inner))):
             self._store(tensor)
-        return nodes
+        return [inner for inner in nodes if not is_constant(inner)]
 
     def _taken(self) -> set[str]:
         """Return every name of the model."""

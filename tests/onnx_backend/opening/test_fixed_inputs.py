@@ -55,6 +55,22 @@ def test_the_branch_that_a_fixed_input_takes_is_quantized(rate: int, weight: str
     assert to_integer(tmp_path / "model.onnx", tmp_path / "int.onnx").summary["float_tensors"] == 0
 
 
+def test_an_if_inside_the_branch_that_its_constant_decides_is_inlined_too():
+    model = by_sample_rate()
+    (outer,) = (node for node in model.graph.node if node.op_type == "If")
+    branch = next(a.g for a in outer.attribute if a.name == "then_branch")
+    inner = helper.make_node("If", ["known"], ["y_fast"])
+    for name, op in (("then_branch", "Relu"), ("else_branch", "Neg")):
+        made = helper.make_tensor_value_info(f"{op}_out", TensorProto.FLOAT, None)
+        graph = helper.make_graph([helper.make_node(op, ["product"], [f"{op}_out"])], op, [], [made])
+        inner.attribute.append(helper.make_attribute(name, graph))
+    branch.node[0].output[0] = "product"
+    yes = helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+    branch.node.extend([helper.make_node("Constant", [], ["known"], value=yes), inner])
+    sim = quantize(model, None, w8a8(), inputs={"sr": 16000})
+    assert [op.type for op in sim.graph.ops] == ["MatMul", "Relu", "Relu"]
+
+
 def test_what_cannot_be_fixed_is_refused_by_name():
     model = by_sample_rate()
     for inputs, message in (
