@@ -49,6 +49,25 @@ class Cut:
     tensor_type: str = FLOAT32
 
 
+def chosen_behind(model: ModelProto, cuts: Sequence[Cut]) -> dict[str, set[str]]:
+    """Return site -> the sites between which and it a TopK stands, which may break ties of theirs in any way."""
+    makers, read_at = producers(model.graph.node), {cut.read: cut.site for cut in cuts}
+    found: dict[str, set[str]] = {}
+    for cut in cuts if any(node.op_type == "TopK" for node in model.graph.node) else ():
+        waiting, seen = [(makers[cut.compared].input[0], False)], set[tuple[str, bool]]()
+        while waiting:
+            name, chosen = place = waiting.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            if name in read_at and chosen:
+                found.setdefault(cut.site, set()).add(read_at[name])
+            maker = None if name in read_at else makers.get(name)
+            if maker is not None:
+                waiting += [(source, chosen or maker.op_type == "TopK") for source in maker.input if source]
+    return found
+
+
 def find_cuts(model: ModelProto) -> list[Cut]:
     """Return the activation sites of a Q/DQ model, float16 and bfloat16 ones included, in graph order."""
     cuts = []

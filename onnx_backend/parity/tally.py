@@ -27,6 +27,7 @@ class Tally:
     elements: int = 0
     note: str = ""
     sqnr_db: float | None = None  # of an output, from end to end
+    remark: str = ""  # that is no fault
 
     def add(self, difference: Array) -> None:
         """Add the distances of some elements."""
@@ -43,6 +44,7 @@ class Tally:
         mean = self.total / self.elements if self.elements else float("inf" if self.note else 0)
         found = {"site": site, "kind": self.kind, "max_lsb": self.largest, "mean_lsb": mean, "elements": self.elements}
         found |= {} if self.sqnr_db is None else {"sqnr_db": self.sqnr_db}
+        found |= {"remark": self.remark} if self.remark else {}
         return {**found, "note": self.note} if self.note else found
 
 

@@ -9,7 +9,7 @@ from onnx import ModelProto
 
 from onnx_backend.other_runtimes.choose import open_in, open_part
 from onnx_backend.other_runtimes.runner import Runner
-from onnx_backend.parity.cuts import Cut, cut_at_values, cut_model
+from onnx_backend.parity.cuts import Cut, chosen_behind, cut_at_values, cut_model
 from onnx_backend.parity.float_outputs import NoisyRuns
 from onnx_backend.proto.graph_queries import input_names, producers
 from onnx_backend.runtime.feeds import as_declared, run_session
@@ -100,11 +100,12 @@ class Teacher:
         cuts: the sites that are compared.
         free: name -> type of the outputs that are no sites.
         inputs: names of the model's inputs.
+        chosen: see `chosen_behind`.
     """
 
     def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Mapping[str, str], on: RunOn) -> None:
         self.model, self.cuts, self.free, self.on = model, on.comparable(model, cuts), free, on
-        self.inputs = input_names(model.graph)
+        self.inputs, self.chosen = input_names(model.graph), chosen_behind(model, cuts)
         self.opened: dict[frozenset[str], tuple[Runner, dict[str, str], NoisyRuns]] = {}
 
     def run(self, batch: Mapping[str, Array]) -> TeacherForced:

@@ -114,6 +114,10 @@ def with_stored_codes(model: ModelProto) -> ModelProto:
     result.CopyFrom(model)
     result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in codes.items())
     replace_nodes(result.graph, nodes_reaching(nodes, outputs))
+    left = {name for node in result.graph.node for name in node.output}
+    # with them go the tables and weights that only constant parts read
+    gone = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and left.isdisjoint(n.output)]
+    sites += [metadata(node).get("qsdk.site", "") for node in gone]
     note_constant_sites(result, {site for site in sites if site})
     return result
 

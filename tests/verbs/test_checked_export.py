@@ -254,3 +254,33 @@ def test_the_process_of_sessions_ends_with_the_one_that_started_it(tmp_path):
             subprocess.run(["sleep", "0.1"], check=True)
         else:
             pytest.fail(f"the process still runs after its parent has ended {how}")
+
+
+class Router(nn.Module):
+    """The two most probable of eight experts get their probabilities, the others 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = self.scores(x).softmax(-1)
+        values, chosen = probabilities.topk(2, -1)
+        return torch.zeros_like(probabilities).scatter(-1, chosen, values)
+
+
+def test_ties_that_a_top_k_breaks_otherwise_are_said_and_no_fault(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 64, 16)
+    sim = qsdk.quantize(Router().eval(), x, qsdk.w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")
+    report = qsdk.check_parity(sim, tmp_path / "q.onnx", [x], progress=False)
+    assert report.summary["passed"]
+    assert any("broke ties" in row.get("remark", "") for row in report.rows)
+    model = onnx.load(tmp_path / "q.onnx")
+    (top,) = [node for node in model.graph.node if node.op_type == "TopK"]
+    largest = [attribute for attribute in top.attribute if attribute.name == "largest"]
+    (largest[0] if largest else top.attribute.add(name="largest", type=2)).i = 0
+    onnx.save(model, tmp_path / "other.onnx")
+    assert not qsdk.check_parity(sim, tmp_path / "other.onnx", [x], progress=False).summary["passed"]

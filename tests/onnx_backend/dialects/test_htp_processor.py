@@ -166,3 +166,34 @@ def test_a_layer_with_a_slope_behind_it_runs_whole_on_the_htp(tmp_path, head, sl
     qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn")
     (found,) = QnnRunner(onnx.load(tmp_path / "m.onnx"), cpu_fallback=False).run(x)
     assert np.abs(found - sim.run(x)[0]).max() <= 2.01 * sim.encodings["slope:output"].scale
+
+
+def test_an_embedding_that_fixed_sizes_fold_is_no_missing_site(tmp_path):
+    """Token types that follow from the sizes: the table goes with the look-up, and what reads it is compared."""
+    rng, node, value = np.random.default_rng(0), helper.make_node, helper.make_tensor_value_info
+    stored = {"words": rng.normal(size=(50, 16)), "types": rng.normal(size=(2, 16)), "w": rng.normal(size=(16, 8))}
+    tensors = [numpy_helper.from_array(np.float32(array), name) for name, array in stored.items()]
+    tensors.append(numpy_helper.from_array(np.int64([0]), "zero"))
+    nodes = [
+        node("Shape", ["ids"], ["s"]),
+        node("Expand", ["zero", "s"], ["tt"]),
+        node("Gather", ["words", "ids"], ["e"], "word"),
+        node("Gather", ["types", "tt"], ["t"], "type"),
+        node("Add", ["e", "t"], ["a"], "add"),
+        node("MatMul", ["a", "w"], ["y"], "head"),
+    ]
+    edges = [value("ids", TensorProto.INT64, ["b", "l"]), value("y", TensorProto.FLOAT, ["b", "l", 8])]
+    graph = helper.make_graph(nodes, "g", edges[:1], edges[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    x, path = {"ids": rng.integers(0, 50, (1, 12))}, tmp_path / "m.onnx"
+    sim = qsdk.quantize(model, None, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, path, dialect="qnn", shapes={"ids": (1, 12)})
+    assert qsdk.check_parity(sim, path, [x], progress=False).summary["passed"]
+    written = onnx.load(path)
+    (entry,) = [one for one in written.metadata_props if one.key == "qsdk.constant_sites"]
+    entry.value = entry.value.replace("type:embedding", "word:embedding")
+    onnx.save(written, path)  # what the file still holds cannot be excused, and what it lacks must be
+    rows = qsdk.check_parity(sim, written, [x], progress=False).rows
+    assert [row["site"] for row in rows if "note" in row] == ["type:embedding"]
+    assert "word:embedding" in [row["site"] for row in rows]
