@@ -23,6 +23,11 @@ from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.torch_values.parameters import stored_tensor, to_float32
 from torch_bridge.training.training import eval_mode
 
+_UNREACHED = (
+    "only the trace has it, and no batch took this path (a mask that hides nothing is left out); quantize again and "
+    "calibrate with data that does, to have it on a grid"
+)
+
 
 def calibrate(
     sim: QuantSim,
@@ -42,7 +47,7 @@ def calibrate(
     Raises:
         ConfigError: an unknown method, or a percentile outside 50..100.
         DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
-        CalibrationError: a site that no batch reached. In every case the sim stays as it was.
+        CalibrationError: a site that the example reached and no batch. In every case the sim stays as it was.
     """
     quantizers = sim.quantizers
     found = calibrate_sites(
@@ -54,12 +59,18 @@ def calibrate(
         weight_method=weight_method,
         percentile=percentile,
         gather=gather,
+        only_traced=sim.not_exercised,
     )
     while found.encodings:  # each is dropped once it is copied: those of small blocks are not small
         site, encoding = found.encodings.popitem()
         quantizers[site].set_encoding(encoding)
     sim.methods = Methods(method, weight_method, percentile)
-    return with_notes(sim.leave_coarse_float(found.report, found.ranges, found.parts), sim.bias_remarks())
+    new = sim.quantizers
+    unseen = [site for site in sim.not_exercised if site in new and site not in found.ranges]
+    if all(new[site].calibrated for site in unseen):
+        unseen = []  # they only move values
+    unreached = dict.fromkeys(unseen, _UNREACHED)
+    return with_notes(sim.leave_coarse_float(found.report, found.ranges, found.parts, unreached), sim.bias_remarks())
 
 
 def _observe(

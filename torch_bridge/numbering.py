@@ -76,6 +76,10 @@ def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
     views, runtime.views = runtime.views, frozenset()  # their names are about to change
     before, _ = record_sites(prepared.model, runtime, prepared.example)
     runtime.call_names, runtime.tracks_calls = NumbersByLine(shifted), True
+    lines = runtime.source_lines.items()  # of these groups they decide the number already, which is another one now
+    runtime.source_lines = {
+        call: line for call, line in lines if not {_group_of(call, op=True), _group_of(call, op=False)} & shifted.keys()
+    }
     sites, _ = record_sites(prepared.model, runtime, prepared.example)
     moved = dict(zip(before, sites, strict=True))
     calls = {owner_of(one): owner_of(other) for one, other in moved.items()}

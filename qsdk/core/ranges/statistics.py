@@ -250,7 +250,12 @@ def observed_sites(decisions: Iterable[Decision]) -> dict[str, Decision]:
 
 
 def activation_encodings(
-    wanted: Iterable[Decision], statistics: Statistics, *, frozen: Collection[str], known: Collection[str]
+    wanted: Iterable[Decision],
+    statistics: Statistics,
+    *,
+    frozen: Collection[str],
+    known: Collection[str],
+    only_traced: Collection[str] = (),
 ) -> dict[str, Encoding]:
     """Return the encodings of the sites that have one of their own.
 
@@ -261,6 +266,7 @@ def activation_encodings(
         statistics: of the data.
         frozen: sites whose encoding stays.
         known: sites that have an encoding, and keep it if no batch reached them.
+        only_traced: sites that the example did not reach, and that get no encoding if no batch does.
 
     Raises:
         CalibrationError: a site that no batch reached and that has no encoding.
@@ -281,6 +287,7 @@ def activation_encodings(
     ranges = statistics.ranges_of((members[site], spec) for site, spec in estimated)
     found |= {site: (spec, range_) for (site, spec), range_ in zip(estimated, ranges, strict=True)}
     unseen = [site for site, (_, range_) in found.items() if range_ is None and site not in known]
+    unseen = [site for site in unseen if not set(members[site]).issubset(only_traced)]
     if unseen:
         raise CalibrationError(
             f"no batch reached {', '.join(unseen[:8])}; calibrate with data that takes this path through the model, or "

@@ -59,6 +59,7 @@ def calibrate_sites(
     weight_method: str | None = None,
     percentile: float = PERCENTILE,
     gather: Gather = single_process,
+    only_traced: Collection[str] = (),
 ) -> Calibration:
     """Find an encoding for every site that has one of its own: stored tensors at once, activations in one float pass.
 
@@ -71,6 +72,7 @@ def calibrate_sites(
         weight_method: for stored tensors; `min_max` where it is None.
         percentile: of the method of that name.
         gather: returns what every rank passes to it; the statistics of all ranks count.
+        only_traced: sites that the example did not reach, and that get no encoding if no batch does.
 
     Raises:
         ConfigError: an unknown method, or a percentile outside 50..100.
@@ -84,7 +86,7 @@ def calibrate_sites(
     wanted, statistics = observed_sites(decisions.values()), Statistics(chosen)
     if wanted:
         statistics = merge_over_ranks(lambda: observe(wanted, chosen), gather)
-    found |= activation_encodings(wanted.values(), statistics, frozen=frozen, known=own)
+    found |= activation_encodings(wanted.values(), statistics, frozen=frozen, known=own, only_traced=only_traced)
     make_room_for_biases(decisions, own, stored, found)
     rows = [_row(site, encoding) for site, encoding in found.items()]
     types = by_type([{"op_type": decisions[row["site"]].op_type, "dtype": row["dtype"]} for row in rows])

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy.typing as npt
@@ -255,7 +256,13 @@ class StatefulSim(ABC):
             self.restore(after)
         return report
 
-    def leave_coarse_float(self, report: Report, ranges: Mapping[str, Range], parts: Parts) -> Report:
+    def leave_coarse_float(
+        self,
+        report: Report,
+        ranges: Mapping[str, Range],
+        parts: Parts,
+        unreached: Mapping[str, str] = MappingProxyType({}),
+    ) -> Report:
         """Make those sites float that no grid of their range can serve: a divisor near 0, an angle of many turns.
 
         A sim that was opened from a Q/DQ file is unchanged.
@@ -264,6 +271,7 @@ class StatefulSim(ABC):
             report: of the calibration that has just set the encodings.
             ranges: site -> observed range.
             parts: (site of an input, axis) -> largest magnitude at each index.
+            unreached: sites that no batch has reached -> why they are to be float.
 
         Returns:
             The report, with the reason as the note of each of these sites, and a note where a grid erases a part.
@@ -273,7 +281,7 @@ class StatefulSim(ABC):
         report = with_erased(report, before.plan, erased_parts(self.graph, observed, parts))
         if before.config is None:
             return report
-        coarse = too_coarse(self.graph, observed)
+        coarse = {**too_coarse(self.graph, observed), **unreached}
         if not coarse:
             return report
         after = self.planned(before.config, coarse={**left_float(before.plan), **coarse})
