@@ -33,6 +33,7 @@ from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_options
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
+from onnx_backend.qdq.layer_inputs import leave_inputs_to_kernels
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
@@ -181,6 +182,7 @@ def _form(
     if writing_of(dialect).for_onnxruntime:
         look_up_codes(model)
         fold_pads(model)
+        leave_inputs_to_kernels(model)
     drop_properties(model, (CACHE_KEY, FILE_KEY))
     if integer_edges is not None:
         take_integer_cache(model, integer_edges)

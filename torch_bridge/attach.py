@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from qsdk.core.errors import ModelError
+from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizers.quantizer import Quantizer
@@ -46,6 +48,41 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
     }
     runtime.reused_modules = frozenset(_reused_modules(modules, plan.decisions))
     runtime.phase = "quantize"
+
+
+def without_other_callers(plan: Plan, graph: Graph, model: nn.Module) -> Plan:
+    """Return the plan in which layers round their input to int8 where the sim does it for them, and nowhere else.
+
+    It does so where an nn.Linear calls its own weight, and in nn.MultiheadAttention; not for other functions.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kept = {}
+    for site, decision in plan.decisions.items():
+        if decision.input_block is not None and not all(
+            _rounds_input(modules, without_calls(owner_of(site)), without_calls(caller))
+            for caller in _callers(graph, graph.sites[site])
+        ):
+            decision = replace(decision, input_block=None)
+        kept[site] = decision
+    return replace(plan, decisions=kept)
+
+
+def _callers(graph: Graph, tensor: int) -> Iterator[str]:
+    """Yield the owners of the first sites behind a tensor."""
+    for reader in graph.consumers[tensor]:
+        for result in graph.ops[reader].outputs:
+            site = graph.tensors[result].site
+            yield from _callers(graph, result) if site is None else [owner_of(site)]
+
+
+def _rounds_input(modules: Mapping[str, nn.Module], owner: str, caller: str) -> bool:
+    own, caller = ("" if name == "self" else name for name in (owner, caller))
+    path, functional, _ = caller.rpartition("/") if "/" in caller else (caller, "", "")
+    path = "" if path == "self" else path
+    module = modules.get(path)
+    if not functional:
+        return own == path and isinstance(module, nn.Linear) and state_of(module).leaf
+    return isinstance(module, nn.MultiheadAttention) and own in (path, f"{path}.out_proj".removeprefix("."))
 
 
 def _required_quantizer(runtime: Runtime, site: str) -> Quantizer:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from qsdk.core.sims.corrected_biases import OriginalBiases
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
-from torch_bridge.attach import attach
+from torch_bridge.attach import attach, without_other_callers
 from torch_bridge.fingerprint import fingerprint
 from torch_bridge.given_weights import GivenWeights
 from torch_bridge.prepare import PreparedModel
@@ -98,7 +99,7 @@ class QuantSim(StatefulSim):
         fold_batch_norm: bool,
     ) -> None:
         self.model: nn.Module = prepared.model
-        self.graph, self.config, self.plan = graph, config, plan
+        self.graph, self.config, self.plan = graph, config, without_other_callers(plan, graph, self.model)
         self.example: Example = prepared.example
         self.dtype_when_quantized = main_dtype(self.model)  # of most of its values
         self.quantized_with, self.fold_batch_norm = config, fold_batch_norm  # they decide what is folded on loading
@@ -111,7 +112,7 @@ class QuantSim(StatefulSim):
         self.original_biases: OriginalBiases = {}
         self.given = GivenWeights(self.model)  # the user's float values, where verbs have changed them since
         self.weight_files: WeightFiles | None = None  # of a model from a checkpoint folder
-        attach(self.model, self.runtime, plan, self._dead)
+        attach(self.model, self.runtime, self.plan, self._dead)
         self._trace, self._traced_as = traced, fingerprint(self.model)
 
     @property
@@ -276,7 +277,8 @@ class QuantSim(StatefulSim):
         extra = (*self.folded, *self._unfolded)
         stored, methods = self.stored_floats, self.methods
         state = self.snapshot()
-        return replanned(state, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
+        found = replanned(state, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
+        return replace(found, plan=without_other_callers(found.plan, self.graph, self.model))
 
     @property
     def folded(self) -> Collection[str]:

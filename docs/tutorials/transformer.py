@@ -194,9 +194,7 @@ print("passed:", qsdk.check_parity(sim, "sorter.onnx", batches[:1]).summary["pas
 # and the cache of the run before. `examples/generate_text.py` is a program that does this.
 
 # %%
-options = onnxruntime.SessionOptions()
-options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC  # computes what the sim does
-session = onnxruntime.InferenceSession("sorter.onnx", options)
+session = onnxruntime.InferenceSession("sorter.onnx")
 outputs = [output.name for output in session.get_outputs()]
 print([one.name for one in session.get_inputs()])
 

@@ -10,6 +10,7 @@ from onnx_backend.proto.nodes import attributes
 from qsdk.core.graph.op_facts import LINEAR
 
 _NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
+BLOCK_KEY = "qsdk.input_block"  # metadata of a weight's DequantizeLinear: its layers round their input to int8
 _BLOCKS = frozenset({16, 32, 64, 128, 256})
 
 

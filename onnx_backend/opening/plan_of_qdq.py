@@ -33,7 +33,9 @@ def adopted_plan(graph: Graph, opened: UnpackedQdq) -> Plan:
     """Return the plan that a Q/DQ file must have come from: its encodings, and which biases are derived."""
     casts = {site: dtype_named(name) for site, name in opened.casts.items()}
     kinds = {site: cast(Kind, kind) for site, kind in opened.kinds.items() if kind}
-    plan = plan_as_given(graph, opened.encodings, casts, kinds=kinds, dynamic=opened.dynamic)
+    plan = plan_as_given(
+        graph, opened.encodings, casts, kinds=kinds, dynamic=opened.dynamic, input_blocks=opened.input_blocks
+    )
     kept = [node for node in opened.model.graph.node if LITERAL_KEY in metadata(node)]
     reason = "int32 codes that no float32 stands for: they stay as the file has them"
     inside = (Decision(f"({node.output[0]})", node.op_type, "bias", None, reason) for node in kept)

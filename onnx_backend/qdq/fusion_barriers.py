@@ -35,7 +35,7 @@ from onnx_backend.dialects.onnxruntime_table import (
     softmax_error,
     softmax_steps,
 )
-from onnx_backend.dialects.readers import Readers
+from onnx_backend.dialects.readers import BLOCK_KEY, Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
@@ -150,7 +150,7 @@ class _BarrierInserter:
             drops = node.op_type == "QuantizeLinear" and self._drops_op_before(node)
             if drops or (node.op_type == "Relu" and self._would_join_gemm(node)):
                 nodes += self._barrier(node.input[0], [node])
-            if self.known.becomes_nbits(node) and not self._stays_packed():
+            if self.known.becomes_nbits(node) and not self._rounds_input(node) and not self._stays_packed():
                 nodes += self._barrier(node.input[1], [node])
             for tensor in dict.fromkeys(node.input) if self.in_half else ():
                 ends = reads_moved_batch(node, tensor, self.makers)
@@ -191,6 +191,10 @@ class _BarrierInserter:
         if self.only_weights:
             set_properties(self.model, {OPTIONS_KEY: json.dumps(dict([EXACT_MATMUL]))})
         return self.only_weights
+
+    def _rounds_input(self, layer: NodeProto) -> bool:
+        """Return True if a layer is simulated as one that rounds its input to int8."""
+        return BLOCK_KEY in metadata(self.makers[layer.input[1]])
 
     def _bias_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         """Return the readers of an int32 bias whose scales are not those of its layer, which QGemm takes them for."""

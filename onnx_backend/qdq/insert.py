@@ -9,6 +9,7 @@ from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
 from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable
+from onnx_backend.dialects.readers import BLOCK_KEY
 from onnx_backend.dialects.zero_points import write_zero_points
 from onnx_backend.dialects.zero_products import drop_zero_products
 from onnx_backend.proto.graph_queries import unique
@@ -22,6 +23,7 @@ from onnx_backend.qdq.fusion_barriers import OPTIONS_KEY, insert_barriers, keep_
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
+from onnx_backend.qdq.layer_inputs import quantize_inputs
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from onnx_backend.qdq.scalar_operands import quantize_scalars
 from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
@@ -111,7 +113,8 @@ def lower(
     lowering.finish()
     round_entries(lowering)
     drop_zero_products(model)
-    alone = plan.only_weights() or bool(needed_options(model))
+    rounds = any(decision.input_block for decision in plan.decisions.values())
+    alone = not rounds and (plan.only_weights() or bool(needed_options(model)))
     drop_properties(model, (OPTIONS_KEY,))
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large, only_weights=alone)
@@ -119,6 +122,7 @@ def lower(
         _note_zero_points(lowering.rows, write_zero_points(model, ranks))
     if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):
         insert_kernel_casts(model)
+    quantize_inputs(model)
     if writing_of(dialect).quantized_numbers:
         quantize_scalars(model)
     if writing_of(dialect).off_codes:
@@ -146,7 +150,9 @@ def _lower(
     elif site not in encodings:
         raise ExportError(f"the site {site} has no encoding; calibrate it, or export with uncalibrated='float'")
     elif source in at.stored:
-        store(at, site, decision.kind, encodings[site], source, output, tensor_type)
+        dequantize = store(at, site, decision.kind, encodings[site], source, output, tensor_type)
+        if decision.input_block is not None:
+            set_metadata(dequantize, **{BLOCK_KEY.removeprefix("qsdk."): str(decision.input_block)})
     else:
         _quantize(at, decision, encodings[site], source, output, tensor_type)
 

@@ -1,7 +1,7 @@
 """Marks for models that have none: every site becomes a node, so that both doors share one lowering."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.islands.entries import remove_entries
 from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
+from onnx_backend.qdq.layer_inputs import input_blocks, without_rounded_inputs
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, qdq_pairs, type_of_cast
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
@@ -78,6 +79,7 @@ class UnpackedQdq:
         kinds: site -> weight, bias, activation, input or output, as far as the file says.
         casts: site -> float16 or bfloat16.
         dynamic: the sites whose range is found while the model runs.
+        input_blocks: weight site -> length of the blocks in which its layers round their input to int8.
     """
 
     model: ModelProto
@@ -85,6 +87,7 @@ class UnpackedQdq:
     kinds: Mapping[str, str]
     casts: Mapping[str, str]
     dynamic: frozenset[str] = frozenset()
+    input_blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 def open_qdq(model: ModelProto) -> UnpackedQdq:
@@ -94,6 +97,8 @@ def open_qdq(model: ModelProto) -> UnpackedQdq:
         FileFormatError: an encoding cannot be read; names the node.
     """
     opened = load(as_simulated(model))
+    blocks = input_blocks(opened.graph.node)
+    without_rounded_inputs(opened)
     remove_kernel_casts(opened)
     remove_entries(opened)
     lift_constants(opened)
@@ -129,7 +134,7 @@ def open_qdq(model: ModelProto) -> UnpackedQdq:
     opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
     encodings = {place.site: place.encoding for place in found}
     as_casts = {site: dtype for site, (dtype, *_) in casts.items()}
-    return UnpackedQdq(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic))
+    return UnpackedQdq(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic), blocks)
 
 
 def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:

@@ -28,8 +28,10 @@ _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 def store(
     at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: str, output: str, tensor_type: str = FLOAT32
-) -> None:
+) -> NodeProto:
     """Replace a mark that yields `output`, of a float type, by the stored `source`, quantized, and a DequantizeLinear.
+
+    Returns the latter.
 
     A tensor that every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only
     a DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
@@ -61,6 +63,7 @@ def store(
     if permutation is not None:
         set_metadata(dequantize, perm=",".join(str(i) for i in permutation))
     at.row(site, encoding.dtype.name, _form(kind, encoding), zero_point_bytes(encoding) if len(parameters) == 1 else 0)
+    return dequantize
 
 
 # --- the layout ---------------------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def layer_groups(
         else:
             layer, found_calls = calls
             read.append((layer, (item.inputs, found_calls)))
-    groups = groupby(read, key=lambda pair: (pair[1][0], tuple(call.reading for call in pair[1][1])))
+    blocks = {layer.site: plan.decisions[layer.site].input_block for layer, _ in read}
+    groups = groupby(read, key=lambda p: (p[1][0], tuple(call.reading for call in p[1][1]), blocks[p[0].site]))
     return [
         LayerGroup([layer for layer, _ in group], group[0][1][1]) for _, items in groups if (group := list(items))
     ], left

@@ -218,7 +218,8 @@ def _searched(
         scalings, blocked = _scalings(sim, door_of(sim).running_graph(), unfit)
         observers = plans.observers_for(scalings.regions, sim.graph)
         _observe(sim, data, observers, forward=forward, progress=progress)
-        seen = ObservedRegions(scalings, observers, plans.specs_of(sim.plan))
+        blocks = {s: d.input_block for s, d in sim.plan.decisions.items() if d.input_block is not None}
+        seen = ObservedRegions(scalings, observers, plans.specs_of(sim.plan), blocks)
         rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.regions))]
         passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
         facts = {"float_passes": passes} | (last(sim, seen) if last is not None else {})

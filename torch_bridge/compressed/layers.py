@@ -102,6 +102,8 @@ def _layer(
     shared = [other for other in sharing_paths(sim.model, name) if other != name]
     if shared or decision.tied_to is not None:
         raise NoFieldError(f"{', '.join(shared) or decision.tied_to} shares it, and has no codes of its own")
+    if decision.input_block is not None:
+        raise NoFieldError('its layer rounds its input to int8 in blocks; choose compute="float32"')
     assert spec is not None
     shape, root = tuple(module.get_parameter("weight").shape), sim.graph.sites[site]
     weights = weight_arguments(spec, encodings[site], (shape[0], shape[1]))

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics import affine
@@ -291,6 +292,20 @@ def _fake_quantize_tokens(x: Tensor) -> Tensor:
         return x
     scale = affine.token_scale(x.detach().abs().amax(-1, keepdim=True))
     return fake_quantize(x, scale, torch.zeros_like(scale), FakeQuantGrid(-128, 127))
+
+
+def fake_quantize_blocks(x: Tensor, block: int) -> Tensor:
+    """Fake-quantize each run of `block` elements along the last axis to int8 with its own range."""
+    if x.dtype != torch.float32:
+        return fake_quantize_blocks(x.float(), block).to(x.dtype)
+    if x.numel() == 0:
+        return x
+    channels = x.shape[-1]
+    whole = functional.pad(x, (0, -channels % block)) if channels % block else x
+    blocks = whole.reshape(*whole.shape[:-1], -1, block)
+    scale = affine.block_scale(blocks.detach().abs().amax(-1, keepdim=True))
+    rounded = fake_quantize(blocks, scale, torch.zeros_like(scale), FakeQuantGrid(-128, 127))
+    return rounded.flatten(-2)[..., :channels]
 
 
 def _fake_quantize_dynamic(x: Tensor) -> Tensor:

@@ -23,6 +23,13 @@ ReadPacked = Callable[[str, Tensor, str], Tensor]  # (name of a packed parameter
 AsOneOp = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]  # (name of an op, function, input)
 
 
+RoundInput = Callable[[str, Tensor], Tensor]  # (name of a weight, what is multiplied with it)
+
+
+def _as_it_is(name: str, x: Tensor) -> Tensor:
+    return x
+
+
 def _as_separate_ops(name: str, computes: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return computes(x)
 
@@ -136,12 +143,16 @@ class _AttentionCall:
 
 
 def multi_head_attention_forward(
-    *args: Any, read: ReadPacked, as_one_op: AsOneOp = _as_separate_ops, **kwargs: Any
+    *args: Any,
+    read: ReadPacked,
+    as_one_op: AsOneOp = _as_separate_ops,
+    round_input: RoundInput = _as_it_is,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `F.multi_head_attention_forward` returns: [L, N, E] or [L, E] in and out.
 
     `read` returns the packed projection, or the part of it that one op reads, through its site; for `as_one_op` see
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`. `round_input` returns what a weight is multiplied with.
 
     Raises:
         ModelError: projected keys or values are passed in, or shapes do not fit together.
@@ -158,9 +169,9 @@ def multi_head_attention_forward(
     hint = call.is_causal and padding is None and not call.need_weights
     if call.use_separate_proj_weight:
         weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
-        q, k, v = _project_separately(query, key, value, weights, call.in_proj_bias, read)
+        q, k, v = _project_separately(query, key, value, weights, call.in_proj_bias, read, round_input)
     else:
-        q, k, v = _project(query, key, value, call.in_proj_weight, call.in_proj_bias, read)
+        q, k, v = _project(query, key, value, call.in_proj_weight, call.in_proj_bias, read, round_input)
     mask = None if hint else _merge_masks(call.attn_mask, padding, batch, heads, q.dtype)
     if call.bias_k is not None and call.bias_v is not None:
         k, v = torch.cat([k, call.bias_k.repeat(1, batch, 1)]), torch.cat([v, call.bias_v.repeat(1, batch, 1)])
@@ -181,7 +192,7 @@ def multi_head_attention_forward(
         split = None if mask is None else _split_by_head(mask, batch, heads)
         attended = scaled_dot_product_attention(q, k, v, split, dropped, hint, as_one_op=as_one_op)
         joined = attended.permute(2, 0, 1, 3).contiguous().view(batch * length, width)
-    result = F.linear(joined, call.out_proj_weight, call.out_proj_bias)
+    result = F.linear(round_input("out_proj.weight", joined), call.out_proj_weight, call.out_proj_bias)
     result = result.view(length, batch, result.shape[1])
     if not batched:
         return result.squeeze(1), None if shares is None else shares.squeeze(0)
@@ -211,7 +222,13 @@ def _require_supported(call: _AttentionCall, width: int) -> None:
 
 
 def _project(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None, read: ReadPacked
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    read: ReadPacked,
+    round_input: RoundInput,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, projected by one packed weight [3E, E].
 
@@ -220,10 +237,11 @@ def _project(
     assert weight is not None
 
     def linear(x: Tensor, part: str) -> Tensor:
-        return F.linear(x, read("in_proj_weight", weight, part), _bias(bias, part, read))
+        rounded = round_input(f"in_proj_weight_{part}" if part else "in_proj_weight", x)
+        return F.linear(rounded, read("in_proj_weight", weight, part), _bias(bias, part, read))
 
     if query is key and key is value:
-        q, k, v = _unpack(F.linear(query, read("in_proj_weight", weight, ""), _bias(bias, "", read)), 3)
+        q, k, v = _unpack(linear(query, ""), 3)
         return q, k, v
     if key is value:
         k, v = _unpack(linear(key, "kv"), 2)
@@ -243,13 +261,19 @@ def _unpack(packed: Tensor, parts: int) -> list[Tensor]:
 
 
 def _project_separately(
-    query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor | None], bias: Tensor | None, read: ReadPacked
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Sequence[Tensor | None],
+    bias: Tensor | None,
+    read: ReadPacked,
+    round_input: RoundInput,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, each projected by its own weight (inputs of different widths)."""
     projected = []
     for x, weight, part in zip((query, key, value), weights, "qkv", strict=True):
         assert weight is not None
-        projected.append(F.linear(x, weight, _bias(bias, part, read)))
+        projected.append(F.linear(round_input(f"{part}_proj_weight", x), weight, _bias(bias, part, read)))
     q, k, v = projected
     return q, k, v
 
@@ -301,7 +325,9 @@ def _attend_with_weights(
     return torch.bmm(weights, v), weights
 
 
-def decomposition_of(func: Callable[..., Any], read: ReadPacked, as_one_op: AsOneOp) -> Callable[..., Any] | None:
+def decomposition_of(
+    func: Callable[..., Any], read: ReadPacked, as_one_op: AsOneOp, round_input: RoundInput = _as_it_is
+) -> Callable[..., Any] | None:
     """Return the function to run in the place of a fused function of torch, or None if it is not fused.
 
     Raises:
@@ -310,7 +336,7 @@ def decomposition_of(func: Callable[..., Any], read: ReadPacked, as_one_op: AsOn
     if func is F.scaled_dot_product_attention:
         return functools.partial(scaled_dot_product_attention, as_one_op=as_one_op)
     if func is F.multi_head_attention_forward:
-        return functools.partial(multi_head_attention_forward, read=read, as_one_op=as_one_op)
+        return functools.partial(multi_head_attention_forward, read=read, as_one_op=as_one_op, round_input=round_input)
     if func is torch._native_multi_head_attention or func is torch._transformer_encoder_layer_fwd:
         raise ModelError(
             f"the model calls {func.__name__}, a fused kernel whose inner tensors cannot be quantized; call "

@@ -14,6 +14,7 @@ from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.quantizers.marks import mark
 from torch_bridge.quantizers.phases import call_arguments
+from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sites.attention import decomposition_of
 from torch_bridge.sites.call_scopes import Frame, call_name
 from torch_bridge.sites.checkpointing import (
@@ -242,6 +243,27 @@ class Runtime(RuntimeState):
             self.frame = frame
         return self.emit(site_name(owner, "output"), result)
 
+    def round_input(self, site: str, x: Tensor) -> Tensor:
+        """Return the input of the layers of a weight as they multiply it: rounded to int8 where the plan says so."""
+        quantizer = self.quantizers.get(site) if self.phase == "quantize" or self.visitor_quantizes else None
+        block = None if quantizer is None else quantizer.decision.input_block
+        if block is None:
+            return x
+        frame, self.frame = self.frame, None
+        try:
+            if not self._can_bypass_mode():
+                return fake_quantize_blocks(x, block)
+            with torch._C.DisableTorchFunction():
+                return fake_quantize_blocks(x, block)
+        finally:
+            self.frame = frame
+
+    def round_projected(self, name: str, x: Tensor) -> Tensor:
+        """Return what the calling attention module multiplies with one of its weights, as `round_input` does."""
+        assert self.frame is not None
+        owner, _, port = f"{self.frame.path}.{name}".rpartition(".") if "." in name else (self.frame.path, "", name)
+        return self.round_input(site_name(owner.removeprefix("."), port), x)
+
     def quantize_relu(self, owner: str, ceiling: float, args: tuple[Any, ...]) -> Tensor | None:
         """Return the result of a ReLU quantized by one operation, or None where that takes two."""
         site = site_name(owner, "output")
@@ -330,7 +352,9 @@ class SiteMode(TorchFunctionMode):
             args, kwargs = with_one_rounding(args, kwargs)
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
             loss_inputs, own_path = self.runtime.loss_inputs, self.runtime.takes_own_path
-            parts = decomposition_of(func, self.runtime.read_packed, self.runtime.run_as_one_op)
+            parts = decomposition_of(
+                func, self.runtime.read_packed, self.runtime.run_as_one_op, self.runtime.round_projected
+            )
             if loss_inputs is not None and not (parts and own_path) and loss_inputs.is_read_by(args, kwargs):
                 return self._after_loss_inputs(loss_inputs, frame, func, args, kwargs)
             if parts is not None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -187,7 +188,13 @@ def resolving_readers(sim: QuantSim, hooked_layers: HookedLayers) -> Iterator[No
         del hooked_layers.by_site[site]
         hooked_layers.functions.discard(site)
     once = {site for site, hooked in hooked_layers.by_site.items() if not hooked.repeated}
-    hooked_layers.groups = [group for group in counts.groups if len(group) > 1 and once.issuperset(group)]
+    decisions = sim.plan.decisions
+    groups = (
+        list(found)
+        for group in counts.groups
+        for _, found in groupby(group, key=lambda site: getattr(decisions.get(site), "input_block", None))
+    )
+    hooked_layers.groups = [group for group in groups if len(group) > 1 and once.issuperset(group)]
 
 
 class _ReadCounts:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qsdk.core.layers.layer_walk import Layer
 from qsdk.core.numerics.encoding import Encoding
+from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, progress_over, require_reiterable
 from torch_bridge.training.training import eval_mode
@@ -170,7 +171,7 @@ class LayerWalk:
         for pair in pairs:
             with self._pairs.in_memory(*pair):
                 x, x_quantized = (one.at.x.clone() if self._pairs.offloads else one.at.x for one in pair)
-            yield x, x_quantized
+            yield x, self._rounded(pairs[0][0].at.site, x_quantized)
 
     def _all_calls(self, site: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the inputs of a layer that a batch calls several times, from forwards of their own.
@@ -186,7 +187,12 @@ class LayerWalk:
                 self._collecting[one] = (site, both[-1])
                 self._pairs.resume([one])
                 del self._collecting[one]
-            yield from zip(*both, strict=False)
+            yield from ((x, self._rounded(site, rounded)) for x, rounded in zip(*both, strict=False))
+
+    def _rounded(self, site: str, x: Tensor) -> Tensor:
+        """Return the input of a layer as the quantized model multiplies it; a function is given it so."""
+        block = self._sim.plan.decisions[site].input_block
+        return x if block is None or self._hooked.by_site[site].module is None else fake_quantize_blocks(x, block)
 
     def _resume_from(self, sites: Sequence[str]) -> None:
         """Resume the forwards that are paused before the first of these layers, all of which are done.

@@ -142,6 +142,7 @@ class _SharedState:
     frame: Frame | None
     phase: Phase
     visitor: Visitor | None
+    quantizes: bool
     attributes: tuple[Any, ...]
     random: Tensor
 
@@ -163,13 +164,13 @@ class Scheduler:
         self.attributes: Sequence[tuple[dict[str, Any], str]] = ()
         self._runtime = runtime
         self._passes: list[PausedForward] = []
-        self._frame, self._phase, self._visitor = runtime.frame, runtime.phase, runtime.visitor
+        self._before = self._current_state()
 
     def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> PausedForward:
-        """Return a new pass that starts when it is first resumed."""
-        added = PausedForward(
-            number, self._as_this_thread(run), replace(self._current_state(), frame=None, phase=phase, visitor=visitor)
-        )
+        """Return a new pass that starts when it is first resumed; one with a visitor is of the quantized model."""
+        now, quantizes = self._current_state(), visitor is not None
+        state = replace(now, frame=None, phase=phase, visitor=visitor, quantizes=quantizes)
+        added = PausedForward(number, self._as_this_thread(run), state)
         self._passes.append(added)
         return added
 
@@ -210,7 +211,8 @@ class Scheduler:
             else:
                 self.end(forward)
         # an interrupt may have come while one state took the place of another
-        self._apply_state(replace(self._current_state(), frame=self._frame, phase=self._phase, visitor=self._visitor))
+        now = self._current_state()
+        self._apply_state(replace(self._before, attributes=now.attributes, random=now.random))
 
     @contextmanager
     def _switched_to(self, forward: PausedForward) -> Iterator[None]:
@@ -230,11 +232,13 @@ class Scheduler:
     def _current_state(self) -> _SharedState:
         runtime = self._runtime
         values = tuple(held.get(key, _ABSENT) for held, key in self.attributes)
-        return _SharedState(runtime.frame, runtime.phase, runtime.visitor, values, torch.get_rng_state())
+        phase = runtime.phase, runtime.visitor, runtime.visitor_quantizes
+        return _SharedState(runtime.frame, *phase, values, torch.get_rng_state())
 
     def _apply_state(self, state: _SharedState) -> None:
         runtime = self._runtime
         runtime.frame, runtime.phase, runtime.visitor = state.frame, state.phase, state.visitor
+        runtime.visitor_quantizes = state.quantizes
         for (held, key), value in zip(self.attributes, state.attributes, strict=True):
             if value is _ABSENT:
                 held.pop(key, None)

@@ -167,6 +167,10 @@ class _QuantizedModule(nn.Module):
             inner = functools.partial(run_batch_norm, self, inner)
         elif isinstance(self, nn.Linear) and runtime.phase in ("quantize", "visit"):
             args, kwargs = with_one_rounding(args, kwargs)
+            if state.leaf and args:
+                args = (runtime.round_input(site_name(state.path, "weight"), args[0]), *args[1:])
+            elif state.leaf:
+                kwargs = {**kwargs, "input": runtime.round_input(site_name(state.path, "weight"), kwargs["input"])}
         if state.path == "" and runtime.frame is None and runtime.writes_inputs:  # the caller's inputs stay unchanged
             args, kwargs = map_leaves((args, kwargs), _clone_tensor)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":

@@ -12,6 +12,7 @@ from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.code_tables import dequantize_tables
 from onnx_backend.qdq.folded_pads import unfold_pads
 from onnx_backend.qdq.islands.entries import ENTRY_KEY, cast_site, float_inputs, island_type, narrows
+from onnx_backend.qdq.layer_inputs import with_quantized_inputs
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES, type_of_cast
 
 #: metadata of a node that is in its island's type: by position, the sites and kinds of what it reads and makes; of the
@@ -136,9 +137,9 @@ def as_simulated(model: ModelProto) -> ModelProto:
     """Return a model, or a changed copy, in the form that has each site at a tensor of its own, as the sim has it.
 
     Nodes of `narrow_islands` become float32 ones between casts, look-ups on codes such in whole tables, and padding of
-    convolutions a Pad where there was one.
+    convolutions a Pad where there was one; layers that round their input to int8 have nodes for that.
     """
-    model = unfold_pads(dequantize_tables(model))
+    model = with_quantized_inputs(unfold_pads(dequantize_tables(model)))
     if all(_sites_of(node) is None for node in model.graph.node):
         return model
     result = ModelProto()

@@ -23,6 +23,7 @@ class Changes:
         only_linear: True if linear layers alone are quantized.
         unsigned_linear: True if linear layers of 8 bits are faster with uint8 weights whose zero point is 128.
         hardware: of `qsdk.core.planning.hardware`, for configs that name none.
+        int8_inputs: True if layers whose weights alone are quantized are fastest on inputs rounded to int8.
         fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
     """
 
@@ -36,6 +37,7 @@ class Changes:
     only_linear: bool = False
     unsigned_linear: bool = False
     hardware: str | None = None
+    int8_inputs: bool = False
     fused_slopes: bool | None = None
 
 
@@ -44,7 +46,7 @@ _NARROW = frozenset({"uint2", "int2", "float4e2m1"})
 _FORMATS = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 
 CHANGES: Mapping[str, Changes] = {
-    "onnxruntime": Changes(unsigned_linear=True),
+    "onnxruntime": Changes(unsigned_linear=True, int8_inputs=True),
     "onnx": Changes(),
     "openvino": Changes(
         activations={"int8": uint8, "int4": uint8},
@@ -131,6 +133,11 @@ def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:
 def unsigned_linear_in(dialect: str) -> bool:
     """Return whether linear layers of 8 bits are faster in a dialect with uint8 weights whose zero point is 128."""
     return CHANGES[dialect].unsigned_linear
+
+
+def computes_in_int8(dialect: str) -> bool:
+    """Return whether layers whose weights alone are quantized are fastest in a dialect on inputs rounded to int8."""
+    return CHANGES[dialect].int8_inputs
 
 
 def hardware_in(dialect: str) -> str | None:

@@ -8,7 +8,15 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, get_args
 
-from qsdk.core.config.rules import CHOICES, TENSOR_DTYPES, CacheScales, as_fixed_range, make_rule, require_bias
+from qsdk.core.config.rules import (
+    CHOICES,
+    TENSOR_DTYPES,
+    CacheScales,
+    Compute,
+    as_fixed_range,
+    make_rule,
+    require_bias,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, dtype_named, weight_type_named
 
@@ -113,6 +121,11 @@ _CACHE_SCALES = JsonType(
     f"one of {', '.join(get_args(CacheScales))}",
     lambda value: value in get_args(CacheScales),
 )
+_COMPUTE = JsonType(
+    {"enum": list(get_args(Compute))},
+    f"one of {', '.join(get_args(Compute))}",
+    lambda value: value in get_args(Compute),
+)
 _LAYERS = JsonType(
     {"type": "object", "additionalProperties": _STRINGS},
     "an object of lists of strings",
@@ -144,7 +157,7 @@ _RULE_TYPES = MappingProxyType(
 )
 _CONFIG_TYPES = MappingProxyType(
     {**_CHOICE_TYPES, _POWER_OF_TWO: _FLAG, "supergroups": _NAMES, "hardware": _TEXT, "layers": _LAYERS}
-    | {"only_linear": _FLAG}
+    | {"only_linear": _FLAG, "compute": _COMPUTE}
 )
 
 

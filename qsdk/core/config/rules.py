@@ -14,6 +14,8 @@ from qsdk.core.site import names_of, without_calls
 
 Shape = tuple[int | str | None, ...]
 CacheScales = Literal["tensor", "head", "channel"]
+#: what layers multiply whose weights alone are quantized
+Compute = Literal["float32", "int8"]
 FixedRange = tuple[float, float] | Literal["observed"]
 
 #: the float types that a tensor of a model can have
@@ -251,6 +253,16 @@ def require_dynamic(given: object, where: str) -> None:
     """
     if given is not None and given != "token" and type(given) is not bool:
         raise ConfigError(f"dynamic_activations={given!r} ({where}) is none of True, False, 'token'")
+
+
+def require_compute(given: object) -> None:
+    """Raise an error for a type that no layer computes in.
+
+    Raises:
+        ConfigError: names the choice.
+    """
+    if given is not None and given not in get_args(Compute):
+        raise ConfigError(f"compute={given!r} (config) is none of {', '.join(get_args(Compute))}")
 
 
 def as_fixed_range(given: Any, where: str = "") -> FixedRange:

@@ -12,6 +12,7 @@ from typing import Any
 from qsdk.core.numerics.dtypes import DType
 
 Rounding = Callable[[Any], Any]
+SMALLEST = 2.0**-126  # the smallest normal float32
 
 
 def nearest(value: Any) -> Any:
@@ -55,6 +56,15 @@ def token_scale(peak: Any) -> Any:
     """
     scale = peak / 127.5
     return scale + (scale == 0)
+
+
+def block_scale(peak: Any) -> Any:
+    """Return the scale of int8 for blocks of a layer's input with these largest absolute values.
+
+    As the kernels of ONNX Runtime have it (MlasQNBitGemm with int8 inputs): 127 steps reach the largest value. A block
+    of zeros has the smallest normal float32.
+    """
+    return (peak / 127).clip(SMALLEST, None)
 
 
 def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) -> Any:

@@ -93,7 +93,9 @@ def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
 
 
 def _reason(decision: Decision) -> str:
-    return decision.reason + (f", computed in {decision.computes_in}" if decision.computes_in else "")
+    narrow = f", computed in {decision.computes_in}" if decision.computes_in else ""
+    block = decision.input_block
+    return decision.reason + narrow + (f"; its layer rounds its input to int8, per block of {block}" if block else "")
 
 
 def _granularity(decision: Decision) -> str:

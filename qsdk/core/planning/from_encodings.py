@@ -32,6 +32,7 @@ def plan_as_given(
     kinds: Mapping[str, Kind] | None = None,
     missing: str = "",
     dynamic: Collection[str] = (),
+    input_blocks: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of a graph that quantizes the sites with given encodings, and nothing else.
 
@@ -42,6 +43,7 @@ def plan_as_given(
         kinds: of sites, where they are known; the others follow from the graph.
         missing: why the other sites stay float.
         dynamic: sites whose range is found while the model runs.
+        input_blocks: of weights whose layers round their input; see `Decision`.
     """
     by_structure, readers = kinds_of(graph), _types_of_readers(graph)
     biases = {site: parts for site, parts in bias_parts(graph).items() if _is_product(site, parts, encodings)}
@@ -57,10 +59,8 @@ def plan_as_given(
             (missing, "default") if spec is None else (as_given[site] if site in encodings else AS_GIVEN, THE_FILE)
         )
         kind = (kinds or {}).get(site) or by_structure[site]
-        bias_of, tensor_type = biases.get(site), facts.dtype
-        result[site] = Decision(
-            site, made_by, kind, spec, reason, rule, bias_of=bias_of, shape=facts.shape, tensor_type=tensor_type
-        )
+        decision = Decision(site, made_by, kind, spec, reason, rule, shape=facts.shape, tensor_type=facts.dtype)
+        result[site] = replace(decision, bias_of=biases.get(site), input_block=(input_blocks or {}).get(site))
     _tie_what_passes_through(graph, result, encodings)
     return with_groups(graph, Plan(result))
 

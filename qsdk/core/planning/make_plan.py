@@ -14,6 +14,7 @@ from qsdk.core.numerics.spec import float_spec
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
+from qsdk.core.planning.int8_inputs import with_int8_inputs
 from qsdk.core.planning.islands.find import with_islands
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.stored import plan_stored
@@ -45,7 +46,7 @@ def make_plan(
     activations = with_turning(graph, context.groups, constrain_matmuls(context, wanted))
     stored = plan_stored(context, activations)
     _require_dtypes(context, [*wanted.values(), *stored.values()])
-    stored = constrain_norms(context, activations, stored)
+    stored = with_int8_inputs(context, activations, constrain_norms(context, activations, stored))
     by_tensor = with_islands(graph, context.groups, {**activations, **stored})
     decisions, inside = {}, []
     for tensor in sorted(by_tensor):

@@ -34,6 +34,7 @@ class Decision:
         tensor_type: float type of the tensor in the model.
         computes_in: the narrow float type in which the op computes that makes the tensor (`planning.islands`), or "".
         turns: which values turn with the position of a token (`planning.turning`): their range is for every position.
+        input_block: of a weight whose layers round their float input to int8: the input channels of each scale.
     """
 
     site: str
@@ -49,6 +50,7 @@ class Decision:
     tensor_type: str = "float32"
     computes_in: str = ""
     turns: Turns | None = None
+    input_block: int | None = None
 
     @property
     def quantized(self) -> bool:

@@ -47,7 +47,7 @@ def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Arr
     """
     graph, result = seen.graph, {}
     for index in range(len(graph.ops)):
-        layer = observed_layer(graph, index, seen.specs) if is_linear(graph, index) else None
+        layer = observed_layer(graph, index, seen.specs, seen.blocks) if is_linear(graph, index) else None
         if layer is None or layer.tensor not in seen.observers:
             continue
         site = graph.tensors[layer.root].site or ""

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics import affine
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
@@ -29,6 +30,7 @@ class ObservedLayer:
         input_axis: input channels of the stored weight.
         weight_spec: of its weight; None where it stays float.
         input_spec: of its input, likewise.
+        input_block: channels of each scale with which its input is rounded to int8 while the model runs, or None.
         plain: whether it multiplies rows by one matrix (a convolution with a kernel or groups does not).
     """
 
@@ -40,15 +42,19 @@ class ObservedLayer:
     weight_spec: Spec | None
     input_spec: Spec | None
     plain: bool
+    input_block: int | None
 
 
-def observed_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> ObservedLayer | None:
+def observed_layer(
+    graph: Graph, op_id: int, specs: Mapping[str, Spec], blocks: Mapping[str, int]
+) -> ObservedLayer | None:
     """Return a linear op as a layer; None where its weight is no matrix or kernel of its own.
 
     Args:
         graph: of the model.
         op_id: of a linear op.
         specs: site -> its spec, for every quantized site.
+        blocks: weight site -> `input_block`, where it is not None.
     """
     op = graph.ops[op_id]
     tensor = op.inputs[0]
@@ -59,8 +65,9 @@ def observed_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> Obser
     kernel = len(shape) > 2 and any(size != 1 for size in shape[2:])
     plain = not kernel and op.attributes.get("group", 1) == 1 and (len(shape) == 2 or input_axis(graph, op_id) == 1)
     weight, fed = graph.tensors[operand.root].site or "", graph.tensors[tensor].site or ""
+    axes = operand.channel_axis, operand.input_axis
     return ObservedLayer(
-        op_id, operand.root, tensor, operand.channel_axis, operand.input_axis, specs.get(weight), specs.get(fed), plain
+        op_id, operand.root, tensor, *axes, specs.get(weight), specs.get(fed), plain, blocks.get(weight)
     )
 
 
@@ -88,6 +95,8 @@ def output_error(
     if layer.input_spec is not None and layer.input_spec.dtype.is_quantized:
         low, high = (np.asarray(end / rows_by, np.float32) for end in (observer.low, observer.high))
         fed = _nearest(rows, Range(low.min(keepdims=True), high.max(keepdims=True)), layer.input_spec)
+    elif layer.input_block is not None:
+        fed = _in_blocks(rows, layer.input_block)
     if layer.plain:
         exact, result = (_times(layer, x, w) for x, w in ((rows, scaled), (fed, quantized)))
         return float(np.square(result - exact).sum() / max(float(np.square(exact).sum()), 1e-30))
@@ -113,6 +122,15 @@ def _times(layer: ObservedLayer, rows: Array, weight: Array) -> Array:
     matrix = np.moveaxis(weight, (layer.input_axis, layer.channel_axis), (0, 1)).reshape(rows.shape[1], -1)
     result: Array = rows @ matrix
     return result
+
+
+def _in_blocks(rows: FloatArray, block: int) -> FloatArray:
+    """Return rows as a layer multiplies them that rounds its input to int8."""
+    whole = np.pad(rows, ((0, 0), (0, -rows.shape[1] % block)))
+    blocks = whole.reshape(len(rows), -1, block)
+    scale = affine.block_scale(np.abs(blocks).max(-1, keepdims=True))
+    rounded: FloatArray = affine.fake_quantize(blocks, scale, np.float32(0), -128, 127)
+    return rounded.reshape(whole.shape)[:, : rows.shape[1]]
 
 
 def _nearest(x: FloatArray, observed: Range, spec: Spec) -> FloatArray:

@@ -38,15 +38,23 @@ class ObservedRegions:
         scalings: the factors so far.
         observers: tensor id -> statistics before any scaling.
         specs: site -> its spec.
+        blocks: weight site -> channels of each scale with which its layers round their input.
     """
 
-    def __init__(self, scalings: Scalings, observers: Mapping[int, ChannelObserver], specs: Mapping[str, Spec]) -> None:
-        self.scalings, self.observers, self.specs = scalings, observers, specs
+    def __init__(
+        self,
+        scalings: Scalings,
+        observers: Mapping[int, ChannelObserver],
+        specs: Mapping[str, Spec],
+        blocks: Mapping[str, int],
+    ) -> None:
+        self.scalings, self.observers, self.specs, self.blocks = scalings, observers, specs, blocks
         self.graph: Graph = scalings.graph
 
     def layers(self, region: Region) -> list[tuple[End, ObservedLayer]]:
         """Return the layers that read a region's tensors and were observed."""
-        result = ((end, observed_layer(self.graph, end.op, self.specs)) for end in region.consumers if end.linear)
+        known = (self.specs, self.blocks)
+        result = ((end, observed_layer(self.graph, end.op, *known)) for end in region.consumers if end.linear)
         return [(end, layer) for end, layer in result if layer is not None and layer.tensor in self.observers]
 
     def shrinking(self, number: int, *, mean: bool = False) -> Factors:

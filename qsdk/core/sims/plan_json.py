@@ -12,7 +12,7 @@ _TUPLES = ("bias_of", "shape", "turns")
 #: fields that explain a decision and are no part of it
 _WORDS = ("reason", "rule", "shape", "tensor_type", "turns")
 #: fields that only some decisions have
-_RARE = ("computes_in", "turns")
+_RARE = ("computes_in", "turns", "input_block")
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def _spec_to_json(spec: Spec) -> dict[str, Any]:
 
 
 def _read_decision(entry: Mapping[str, Any]) -> Decision:
-    # an older file lacks the float type of the tensor, which was float32, islands, and what turns
-    later = {"tensor_type": "float32", "computes_in": "", "turns": None}
+    # an older file lacks the float type of the tensor, which was float32, islands, what turns, and blocks
+    later = {"tensor_type": "float32", "computes_in": "", "turns": None, "input_block": None}
     given = {field.name: entry[field.name] for field in fields(Decision) if field.name not in later}
     given |= {name: entry.get(name, default) for name, default in later.items()}
     for name in _TUPLES:

@@ -1,0 +1,177 @@
+"""Layers whose weights alone are quantized and which round their input to int8, as ONNX Runtime's MatMulNBits does.
+
+Nodes in front of such a layer compute what its kernel makes of the input: a scale for each block of each row, the
+largest absolute value over 127, and the nearest multiples of it. In files for the runtime they are left out, because
+the kernel itself rounds; `quantize_inputs` puts them back. Measured on onnxruntime 1.32: the kernel multiplies by
+127 over the largest value where these nodes divide, so that a code in thousands is its neighbour.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from onnx_backend.dialects.readers import BLOCK_KEY, Readers
+from onnx_backend.proto.graph_queries import consumers, names_in, nodes_reaching, unique
+from onnx_backend.proto.nodes import (
+    attributes,
+    drop_unused_initializers,
+    metadata,
+    rename_inputs,
+    replace_nodes,
+    set_metadata,
+)
+from onnx_backend.qdq.fusion_barriers import COPY_KEY
+from qsdk.core.errors import ExportError
+from qsdk.core.numerics import affine
+
+_PART_KEY = "qsdk.input_of"  # metadata of a node that rounds: the tensor that is rounded
+_LAYERS = frozenset({"MatMul", "Gemm"})
+
+
+def quantize_inputs(model: ModelProto) -> None:
+    """Put nodes that round it in front of each layer whose weight says so, in place; layers that have them keep them.
+
+    Raises:
+        ExportError: something else than such a layer reads the weight.
+    """
+    graph = model.graph
+    readers, taken = consumers(graph.node), names_in(graph)
+    dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    rounds = {node.output[0] for node in graph.node if _PART_KEY in metadata(node)}
+    wanted: dict[str, tuple[int, int]] = {}  # first output of a layer -> length of blocks, input channels
+    for node in graph.node:
+        length = metadata(node).get(BLOCK_KEY)
+        for layer, turned in () if length is None else _layers(node, readers, metadata(node)["qsdk.site"]):
+            if layer.input[0] not in rounds:
+                wanted[layer.output[0]] = int(length or 0), dims[node.input[0]][1 if turned else 0]
+    if not wanted:
+        return
+    made: dict[tuple[str, int], str] = {}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        if node.output and node.output[0] in wanted:
+            source, (block, channels) = node.input[0], wanted[node.output[0]]
+            if (source, block) not in made:
+                fresh = _Rounding(model, taken, source, block, channels)
+                nodes += fresh.nodes
+                made[source, block] = fresh.output
+            node.input[0] = made[source, block]
+        nodes.append(node)
+    replace_nodes(graph, nodes)
+
+
+def with_quantized_inputs(model: ModelProto) -> ModelProto:
+    """Return a model, or a changed copy, with rounding nodes in front of all layers that round their input."""
+    if not input_blocks(model.graph.node):
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    quantize_inputs(result)
+    return result
+
+
+def leave_inputs_to_kernels(model: ModelProto) -> None:
+    """Take the rounding nodes away, in place, in front of the layers that the runtime makes MatMulNBits of."""
+    raw = _raw_inputs(model)
+    if not raw:
+        return
+    known = Readers(model.graph)
+    for node in [node for node in model.graph.node if node.op_type in _LAYERS and node.input[0] in raw]:
+        rounded, node.input[0] = node.input[0], raw[node.input[0]]
+        if not known.becomes_nbits(node):
+            node.input[0] = rounded
+    _drop_unread(model)
+
+
+def without_rounded_inputs(model: ModelProto) -> None:
+    """Take all rounding nodes away, in place: the weights' nodes say where they were."""
+    if raw := _raw_inputs(model):
+        rename_inputs(model.graph.node, raw)
+        _drop_unread(model)
+
+
+def input_blocks(nodes: Iterable[NodeProto]) -> dict[str, int]:
+    """Return weight site -> length of the blocks in which its layers round their input."""
+    found = (metadata(node) for node in nodes)
+    return {facts["qsdk.site"]: int(facts[BLOCK_KEY]) for facts in found if BLOCK_KEY in facts}
+
+
+def _raw_inputs(model: ModelProto) -> dict[str, str]:
+    """Return rounded tensor -> the tensor that it was rounded from."""
+    parts = {node.output[0]: metadata(node).get(_PART_KEY) for node in model.graph.node if node.output}
+    read = {node.input[0] for node in model.graph.node if node.op_type in _LAYERS}
+    return {name: source for name, source in parts.items() if source is not None and name in read}
+
+
+def _drop_unread(model: ModelProto) -> None:
+    outputs = [value.name for value in model.graph.output]
+    kept = {node.output[0] for node in nodes_reaching(model.graph.node, outputs)}
+    nodes = [node for node in model.graph.node if _PART_KEY not in metadata(node) or node.output[0] in kept]
+    replace_nodes(model.graph, nodes)
+    drop_unused_initializers(model.graph)
+
+
+def _layers(
+    weight: NodeProto, readers: Mapping[str, Sequence[NodeProto]], site: str, *, turned: bool = False
+) -> Iterator[tuple[NodeProto, bool]]:
+    """Yield the layers that multiply with a dequantized weight, and whether they read it with its axes swapped.
+
+    Raises:
+        ExportError: something else reads it.
+    """
+    name = weight.output[0]
+    for reader in readers.get(name, []):
+        if reader.op_type == "Transpose" or COPY_KEY in metadata(reader):
+            yield from _layers(reader, readers, site, turned=turned != (reader.op_type == "Transpose"))
+        elif reader.op_type in _LAYERS and reader.input[1] == name:
+            yield reader, turned != bool(attributes(reader).get("transB", 0))
+        else:
+            raise ExportError(
+                f"the layers of {site} are to round their input to int8, and the {reader.op_type} {reader.name!r} "
+                'reads it too; choose compute="float32"'
+            )
+
+
+class _Rounding:
+    """The nodes that round a tensor to int8 in blocks along its last axis, and what they make."""
+
+    def __init__(self, model: ModelProto, taken: set[str], source: str, block: int, channels: int) -> None:
+        self.graph, self.taken, self.source, self.nodes = model.graph, taken, source, list[NodeProto]()
+        self.prefix = f"{source}/blocks_of_{block}"
+        count = -(-channels // block)
+        rows = self._add("Reshape", source, self._numbers("rows", [-1, 1, channels]))
+        if channels % block:
+            end = self._numbers("pads", [0, 0, 0, 0, 0, count * block - channels])
+            rows = self._add("Pad", rows, end)
+        sizes = {"kernel_shape": [block], "strides": [block]}
+        peak = self._add("MaxPool", self._add("Abs", rows), **sizes)
+        scale = self._add("Div", peak, self._float("steps", 127.0))
+        scale = self._add("Max", scale, self._float("smallest", affine.SMALLEST))
+        scale = self._add("Reshape", scale, self._numbers("scales", [-1, count, 1]))
+        blocks = self._add("Reshape", rows, self._numbers("blocks", [-1, count, block]))
+        rounded = self._add("Mul", self._add("Round", self._add("Div", blocks, scale)), scale)
+        if channels % block:
+            rounded = self._add("Reshape", rounded, self._numbers("padded", [-1, count * block]))
+            bounds = (self._numbers(name, [n]) for name, n in (("start", 0), ("end", channels), ("axis", 1)))
+            rounded = self._add("Slice", rounded, *bounds)
+        self.output = self._add("Reshape", rounded, self._add("Shape", source))
+
+    def _add(self, op: str, *inputs: str, **options: Any) -> str:
+        name = unique(f"{self.prefix}/{op.lower()}", self.taken)
+        self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
+        set_metadata(self.nodes[-1], **{_PART_KEY.removeprefix("qsdk."): self.source})
+        return name
+
+    def _numbers(self, name: str, values: list[int]) -> str:
+        return self._stored(name, np.array(values, np.int64))
+
+    def _float(self, name: str, value: float) -> str:
+        return self._stored(name, np.array(value, np.float32))
+
+    def _stored(self, name: str, value: npt.NDArray[Any]) -> str:
+        fresh = unique(f"{self.prefix}/{name}", self.taken)
+        self.graph.initializer.append(numpy_helper.from_array(value, fresh))
+        return fresh
