@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, Literal, TypeVar, cast
+from typing import IO, Any, Literal, TypeVar, cast, get_args
 
 import numpy.typing as npt
 import onnx
@@ -34,6 +34,7 @@ from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_option
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
 from onnx_backend.qdq.layer_inputs import leave_inputs_to_kernels
+from onnx_backend.qdq.stored_weights import Prefer, bytes_of_whole
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
@@ -74,6 +75,7 @@ def write_model(
     shapes: Shapes | Mapping[str, Shapes] | None = None,
     integer_edges: Collection[str] | None = None,
     check: Check | None = None,
+    prefer: Prefer = "speed",
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings, holding one large weight at a time.
 
@@ -92,15 +94,16 @@ def write_model(
         shapes: see `qsdk.export`.
         integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
         check: see `write_file`.
+        prefer: see `qsdk.export`.
 
     Raises:
         ConfigError: an opset, dialect or cache that cannot be written.
         ExportError: the folder cannot be written, or the lowered model is invalid.
     """
-    _require_choices(path, opset, dialect)
+    _require_choices(path, opset, dialect, prefer)
     if writing_of(dialect).for_onnxruntime:
         require_kernels(encodings)
-    qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
+    qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights, prefer=prefer)
     parts = _parts(path, shapes)
     models = {Path(path): qdq.model} if parts is None else {part: _copy(qdq.model) for part in parts}
     wanted = [cast("Shapes | None", shapes)] if parts is None else [*parts.values()]
@@ -206,7 +209,9 @@ def _size_facts(lowered: ModelProto, written: Sequence[Path], encodings: Mapping
     """
     size = sizes(lowered, sum(path.stat().st_size for path in written))
     remarks = [*wide_containers(encodings), *_what_dominates(size)]
-    return {**size.summary, **({"size_remarks": remarks} if remarks else {})}
+    saved = bytes_of_whole(lowered)
+    packed = {"bytes_if_packed": size.summary["bytes"] - saved} if saved else {}
+    return {**size.summary, **packed, **({"size_remarks": remarks} if remarks else {})}
 
 
 def _what_dominates(size: Report) -> list[str]:
@@ -290,7 +295,9 @@ def _fix_sizes(
     return {name: list(sizes) for name, sizes in wanted.items()}
 
 
-def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str) -> None:
+def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str, prefer: str) -> None:
+    if prefer not in get_args(Prefer):
+        raise ConfigError(f"prefer={prefer!r} is unknown; choose one of {', '.join(get_args(Prefer))}")
     if not Path(path).name or Path(path).is_dir():
         raise ExportError(f"cannot write: {os.fspath(path) or 'the path'} is a directory; give the name of a file")
     if opset not in _OPSETS:

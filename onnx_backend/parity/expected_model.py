@@ -6,6 +6,7 @@ also finds what the data does not reach or what changes no code (a float bias, a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto
@@ -24,6 +25,7 @@ from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.qdq.fusion_barriers import keep_constants_apart
 from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.stored_weights import Prefer
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.numerics.encoding import Encoding
@@ -67,9 +69,10 @@ def expected_model(
     version = opset_of(model)
     opset = version if version in _OPSETS else OPSET
 
-    def form(dialect: Dialect) -> Callable[[], LoweredModel]:
+    def form(dialect: Dialect, prefer: Prefer = "size") -> Callable[[], LoweredModel]:
         def make() -> LoweredModel:
-            found = lower(traced.model, plan, encodings, opset=opset, dialect=dialect, weights=traced.weights)
+            options: dict[str, Any] = {"opset": opset, "dialect": dialect, "prefer": prefer}
+            found = lower(traced.model, plan, encodings, weights=traced.weights, **options)
             if writing_of(dialect).off_codes and open_inputs(model):
                 keep_constants_apart(found.model)
             return found
@@ -80,7 +83,7 @@ def expected_model(
     decisions = plan.decisions
     names = stored_names(traced.model, plan)
     sites = {name: (site, str(decisions[site].kind)) for site, name in names.items()}
-    return ExpectedModel((*as_opened, *(form(dialect) for dialect in _DIALECTS)), sites)
+    return ExpectedModel((*as_opened, form("onnxruntime", "speed"), *(form(dialect) for dialect in _DIALECTS)), sites)
 
 
 def _without_inputs_that_lack(model: ModelProto, wanted: LoweredModel) -> LoweredModel:

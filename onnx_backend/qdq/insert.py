@@ -26,7 +26,7 @@ from onnx_backend.qdq.kernel_casts import insert_kernel_casts
 from onnx_backend.qdq.layer_inputs import quantize_inputs
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from onnx_backend.qdq.scalar_operands import quantize_scalars
-from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
+from onnx_backend.qdq.stored_weights import Prefer, in_whole_bytes, parameters, store, where, zero_point_bytes
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding, storage_type
@@ -77,6 +77,7 @@ def lower(
     opset: int = OPSET,
     dialect: Dialect = "onnxruntime",
     weights: Mapping[str, Array] | None = None,
+    prefer: Prefer = "size",
 ) -> LoweredModel:
     """Replace the marks as `insert` does, but compute large stored tensors only when they are written.
 
@@ -87,7 +88,11 @@ def lower(
         opset: as for `insert`.
         dialect: as for `insert`.
         weights: the values of those stored tensors that the model has only stubs of, by name.
+        prefer: `speed` stores weights of 4 bits in 8 in the dialect of ONNX Runtime, where it has integer kernels for
+            these alone. It dequantizes packed ones in every run.
     """
+    if prefer == "speed" and writing_of(dialect).for_onnxruntime:
+        encodings = in_whole_bytes(plan, encodings)
     require_written(plan.decisions.values())
     model = without_large(marked)
     large = {**as_stored_in(marked), **as_given(model, weights or {})}

@@ -1,28 +1,34 @@
 """Store a marked tensor as integers, or narrow floats, behind a DequantizeLinear."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from onnx import NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantize_tensor
-from onnx_backend.proto.nodes import attributes, set_metadata
+from onnx_backend.proto.nodes import attributes, metadata, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.read import FLOAT32
 from qsdk.core.errors import ExportError
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of
-from qsdk.core.numerics.dtypes import DTYPES, float8e4m3fn, float8e8m0
+from qsdk.core.numerics.dtypes import DTYPES, WHOLE_BYTES, float8e4m3fn, float8e8m0
 from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.numerics.spec import Kind
+from qsdk.core.planning.plan import Plan
 
 Array = npt.NDArray[Any]
+Prefer = Literal["speed", "size"]
+_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 
@@ -64,6 +70,31 @@ def store(
         set_metadata(dequantize, perm=",".join(str(i) for i in permutation))
     at.row(site, encoding.dtype.name, _form(kind, encoding), zero_point_bytes(encoding) if len(parameters) == 1 else 0)
     return dequantize
+
+
+def in_whole_bytes(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """Return the encodings with 8 bits for every number of a 4-bit weight that no kernel of the runtime reads packed.
+
+    Those are the weights of convolutions, and of matrix products beside quantized activations: packed, they are
+    dequantized in every run.
+    """
+    wanted = _CONVOLUTIONS if plan.only_weights() else LINEAR
+    sites = [site for site, d in plan.decisions.items() if d.kind == "weight" and d.op_type in wanted]
+    found = dict(encodings)
+    for site in sites:
+        encoding = found.get(site)
+        if encoding is not None and encoding.block_size is None and encoding.dtype.container in WHOLE_BYTES:
+            container = WHOLE_BYTES[encoding.dtype.container]
+            found[site] = replace(encoding, dtype=replace(encoding.dtype, container=container))
+    return found
+
+
+def bytes_of_whole(model: ModelProto) -> int:
+    """Return the bytes by which weights of 4 bits in 8 are longer than packed ones."""
+    named = {node.input[0]: metadata(node).get("qsdk.dtype", "") for node in model.graph.node if node.input}
+    whole = {name for name, dtype in named.items() if dtype.removesuffix("_strict") in WHOLE_BYTES}
+    stored = [tensor for tensor in model.graph.initializer if tensor.name in whole]
+    return sum(math.prod(t.dims) // 2 for t in stored if t.data_type in (TensorProto.INT8, TensorProto.UINT8))
 
 
 # --- the layout ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Rules on stored values: scales, zero points, and codes outside of their declared grid."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import Scope, type_name
 from onnx_backend.validation.type_rules import FLOAT8
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DType, dtype_named
+from qsdk.core.numerics.dtypes import WHOLE_BYTES, DType, dtype_named
 from qsdk.core.numerics.encoding import storage_type
 
 _T = TensorProto
@@ -60,6 +61,8 @@ def grid(node: NodeProto, scope: Scope) -> Iterator[Finding]:
     if dtype is None or not dtype.is_quantized:
         yield error(name, "grid", f"its metadata declares {declared!r}, which is no quantized dtype", "update qsdk")
         return
+    if type_name(code) == WHOLE_BYTES.get(dtype.container, "").upper():
+        dtype = replace(dtype, container=WHOLE_BYTES[dtype.container])
     container = int(helper.np_dtype_to_tensor_dtype(storage_type(dtype)))
     if code and code != container:
         problem = (

@@ -221,6 +221,7 @@ def export(
     format: Literal["onnx", "compressed-tensors"] = "onnx",
     max_shard_bytes: int | None = None,
     check: bool = True,
+    prefer: Literal["speed", "size"] = "speed",
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
@@ -245,6 +246,9 @@ def export(
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
             cannot fail by it). What that session does differently, or why it was not asked, is `default_session` in
             the summary.
+        prefer: `speed` stores 4-bit weights in 8 bits where ONNX Runtime has no kernel for packed ones: those of
+            convolutions, and of Linear layers beside quantized activations (the same numbers; `bytes_if_packed` in the
+            summary is the size without it); `size` packs them.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -265,9 +269,9 @@ def export(
     ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
     encodings = door.encodings(ready)
     options: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": external_data}
-    options |= {"shapes": shapes, "cache": cache}
+    options |= {"shapes": shapes, "cache": cache, "prefer": prefer}
     if format != "onnx":
-        usual = {"opset": 21, "dialect": "onnxruntime"}
+        usual = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
         not_for_it = [name for name, given in options.items() if given != usual.get(name)]
         return write_compressed(sim, plan, encodings, path, format, max_shard_bytes, not_for_it)
     if max_shard_bytes is not None:

@@ -136,6 +136,10 @@ _STANDARD = [
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in (*_STANDARD, *_ODD)})
 
 
+#: container of 4 bits -> the one of whole bytes that may hold its codes instead
+WHOLE_BYTES = MappingProxyType({"int4": "int8", "uint4": "uint8"})
+
+
 def weight_type_named(name: WeightType | str) -> WeightType:
     """Return the dtype, or the format of blocks, of that name.
 
