@@ -3,7 +3,7 @@
 One JSON line per network, batch size and number of threads; every file is opened in an ordinary `InferenceSession` at
 its default level. `stock` is the faster of `onnxruntime.quantization.quantize_static` (Q/DQ, per channel, min-max) on
 the same float file, with and without its own preprocessing; `ours` is the twenty lines of the README (`w8a8`,
-`min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`; `integer` is
+`min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`, `vnni` that for such processors; `integer` is
 `to_integer(target="onnxruntime")` of ours. Times are ratios of the shortest of many interleaved runs to the float
 file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and
 `--threads 1 2` choose what is measured.
@@ -30,6 +30,13 @@ ROUNDS = 40
 CALIBRATED = 4  # batches
 SECONDS = 6.0  # of timing a network, at most
 Feed = dict[str, np.ndarray]
+
+
+CONFIGS = {
+    "ours": qsdk.w8a8(),
+    "dialect": qsdk.w8a8().for_dialect("onnxruntime"),
+    "vnni": qsdk.w8a8().for_dialect("onnxruntime", processor="vnni"),
+}
 
 
 class Reader:
@@ -89,7 +96,7 @@ def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tupl
     feeds = [dict(zip(names, (t.numpy() for t in batch), strict=True)) for batch in batches]
     if "stock" in kinds:
         paths |= write_stock(paths["float"], folder, feeds[:CALIBRATED])
-    for name, config in (("ours", qsdk.w8a8()), ("dialect", qsdk.w8a8().for_dialect("onnxruntime"))):
+    for name, config in CONFIGS.items():
         if name in kinds:
             sim = qsdk.quantize(model, batches[0], config)
             qsdk.calibrate(sim, batches[:CALIBRATED], progress=False)
@@ -141,7 +148,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--kinds", nargs="+", default=["stock", "ours", "dialect", "integer"])
+    parser.add_argument("--kinds", nargs="+", default=["stock", *CONFIGS, "integer"])
     parser.add_argument("--keep", type=Path, help="a folder that keeps the files")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

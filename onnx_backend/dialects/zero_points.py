@@ -1,9 +1,10 @@
-"""Zero points that are zero and that ONNX Runtime nevertheless asks for before it computes a Gemm on codes.
+"""Zero points that are zero and that ONNX Runtime nevertheless asks for before it computes a Gemm or MaxPool on codes.
 
 Its default level makes a QGemm of a Gemm (and of a MatMul of matrices with a bias, which it takes for one) only if the
 input and the weight have zero-point tensors. Else it dequantizes the weight in every run, which takes several times as
-long as the float layer. Measured on onnxruntime 1.32; `tests/onnx_backend/dialects/test_zero_points.py` derives it
-again on the installed runtime.
+long as the float layer. A MaxPool between two pairs it runs on codes in the layout of the convolutions around it, if
+both have zero points; else in another layout, which takes two transpositions. Measured on onnxruntime 1.32;
+`tests/onnx_backend/dialects/test_zero_points.py` derives it again on the installed runtime.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.dialects.readers import Readers
+from onnx_backend.dialects.readers import Readers, quantizers
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import attributes, metadata
 
@@ -48,8 +49,15 @@ class _Writer:
     def operands(self, layer: NodeProto) -> Iterator[NodeProto]:
         """Yield the QuantizeLinear of a layer's input and the DequantizeLinear of its weight.
 
-        Nothing unless the runtime computes the layer on codes as soon as both have zero points.
+        Of a MaxPool, those of its input and of its result. Nothing unless the runtime computes the op on codes as soon
+        as both have zero points.
         """
+        if layer.op_type == "MaxPool":
+            before = self._quantizer(self.known.makers.get(layer.input[0]))
+            behind = quantizers(layer, self.known)
+            if before is not None and len(behind) == 1 and self.known.dtype(behind[0]) == "uint8":
+                yield from (before, behind[0])
+            return
         if layer.op_type not in ("Gemm", "MatMul") or self.known.weight(layer.input[1]) not in _EIGHT_BITS:
             return
         source, weight = (self.known.makers.get(name) for name in layer.input[:2])

@@ -37,7 +37,7 @@ from onnx_backend.dialects.onnxruntime_table import (
 )
 from onnx_backend.dialects.readers import BLOCK_KEY, Readers
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import names_in, unique
+from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes, set_metadata
@@ -94,6 +94,24 @@ def needed_options(model: ModelProto) -> dict[str, str]:
     """Return the session configuration entries (key -> value) that a model notes as needed to be exact."""
     options: dict[str, str] = json.loads(metadata(model).get(OPTIONS_KEY, "{}"))
     return options
+
+
+def keep_sums_apart(model: ModelProto) -> None:
+    """Insert a Sum between an Add of floats and the LayerNormalization that reads it, in place.
+
+    The runtime would make a SkipLayerNormalization of the two, whose kernel takes several times as long (onnxruntime
+    1.32: 105 us for 64 rows of 384, where Add, Sum and LayerNormalization take 22).
+    """
+    makers, taken, nodes = producers(model.graph.node), names_in(model.graph), list[NodeProto]()
+    for node in model.graph.node:
+        total = makers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
+        if total is not None and total.op_type == "Add":
+            name = unique(f"{node.input[0]}/apart", taken)
+            nodes.append(helper.make_node("Sum", [node.input[0]], [name], unique(name, taken)))
+            set_metadata(nodes[-1], copy_of=node.input[0])
+            node.input[0] = name
+        nodes.append(node)
+    replace_nodes(model.graph, nodes)
 
 
 def keep_off_codes(model: ModelProto) -> None:

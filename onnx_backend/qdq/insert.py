@@ -19,7 +19,13 @@ from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metada
 from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
 from onnx_backend.qdq.dynamic import require_written
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
-from onnx_backend.qdq.fusion_barriers import OPTIONS_KEY, insert_barriers, keep_off_codes, needed_options
+from onnx_backend.qdq.fusion_barriers import (
+    OPTIONS_KEY,
+    insert_barriers,
+    keep_off_codes,
+    keep_sums_apart,
+    needed_options,
+)
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
@@ -123,6 +129,7 @@ def lower(
     drop_properties(model, (OPTIONS_KEY,))
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large, only_weights=alone)
+        keep_sums_apart(model)
         ranks = {site: len(d.shape) for site, d in plan.decisions.items() if d.shape is not None}
         _note_zero_points(lowering.rows, write_zero_points(model, ranks))
     if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.for_dialect import (
@@ -14,7 +14,7 @@ from qsdk.core.config.for_dialect import (
     fuses_slopes,
     hardware_in,
     only_linear_in,
-    unsigned_linear_in,
+    weight_for,
 )
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
@@ -239,7 +239,13 @@ class QuantConfig:
         options = {**where, "weight": result, "activation": result, "bias": result}
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
-    def for_dialect(self, dialect: str) -> "QuantConfig":
+    def for_dialect(
+        self,
+        dialect: str,
+        *,
+        processor: Literal["any", "vnni", "avx2", "arm64"] = "any",
+        placement: Literal["kernels", "all"] | None = None,
+    ) -> "QuantConfig":
         """Return the config with what the runtime of a dialect cannot have changed to what it can.
 
         Activations of int8 become uint8 for `qnn` and `openvino`; those for `tensorrt` are int8 and symmetric, and
@@ -247,8 +253,9 @@ class QuantConfig:
         point. A LeakyRelu or PRelu is quantized as one with the layer in front of it for `openvino` and `tensorrt`, and
         apart from it for `qnn`. Calibrate and train after it, so that the simulation is what the runtime computes.
 
-        For `onnxruntime`, int8 weights of Linear layers become uint8 with a zero point of 128: the same integers, which
-        the runtime multiplies as they are, exactly on every processor; of int8 it makes floats in every run. Layers
+        For `onnxruntime`, activations of 8 bits are quantized only where an integer kernel reads or writes them, and
+        the other tensors stay float with that reason: a pair around an op in floats only takes time. Int8 weights of
+        layers are made exact on the processors named: x86 without VNNI saturates sums of two products. Layers
         whose weights alone are quantized compute in int8 (`compute`), unless the config says float32.
 
         `compressed-tensors`, the format of `qsdk.export`, quantizes linear layers alone (`only_linear`): weights, and
@@ -256,19 +263,25 @@ class QuantConfig:
 
         Args:
             dialect: of `qsdk.export`, or `compressed-tensors`.
+            processor: for `onnxruntime`, where the file is to be exact: `any` (weights of 7 bits, exact and as fast
+                everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with a zero point of 128, 8 bits, slower).
+            placement: for `onnxruntime`, `kernels` (the default), or `all` for pairs everywhere, as integer-only models
+                and NPUs need them.
 
         Raises:
-            ConfigError: an unknown dialect, or a choice for which it has nothing, such as float8 activations for `qnn`.
+            ConfigError: an unknown dialect, processor or placement, or a choice for which the dialect has nothing, such
+                as float8 activations for `qnn`.
         """
         own = {name: getattr(self, name) for name in CHOICES if hasattr(self, name)}
         rules = tuple(replace(rule, **changed_choices(rule.choices(), dialect)) for rule in self.rules)
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
         changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
-        changed = replace(changed, hardware=changed.hardware or hardware_in(dialect))
-        if unsigned_linear_in(dialect) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
-            unsigned = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": uint8}
-            unsigned |= {"symmetric_weights": self.symmetric_weights is not False}
-            first = make_rule("*", unsigned, optional=True)  # so that every rule of the user's comes after it
+        changed = replace(changed, hardware=changed.hardware or hardware_in(dialect, placement))
+        weight = weight_for(dialect, processor)
+        if weight not in (None, int8) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
+            exact = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": weight}
+            exact |= {"symmetric_weights": self.symmetric_weights is not False}
+            first = make_rule("*", exact, optional=True)  # so that every rule of the user's comes after it
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
         if computes_in_int8(dialect) and self.activation.kind == "float":
             changed = replace(changed, compute=self.compute or "int8")

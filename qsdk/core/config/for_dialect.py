@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DType, float32, int4, int8, uint8, uint16
+from qsdk.core.numerics.dtypes import DTYPES, DType, float32, int4, int8, uint8, uint16
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Changes:
         symmetric: True if activations have no zero points.
         float_biases: globs over op types whose biases stay float.
         only_linear: True if linear layers alone are quantized.
-        unsigned_linear: True if linear layers of 8 bits are faster with uint8 weights whose zero point is 128.
+        weights_by_processor: kind of processor -> the dtype of int8 weights of layers beside activations of uint8, with
+            which its kernels are exact.
         hardware: of `qsdk.core.planning.hardware`, for configs that name none.
         int8_inputs: True if layers whose weights alone are quantized are fastest on inputs rounded to int8.
         fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
@@ -35,7 +36,7 @@ class Changes:
     symmetric: bool = False
     float_biases: tuple[str, ...] = ()
     only_linear: bool = False
-    unsigned_linear: bool = False
+    weights_by_processor: Mapping[str, DType] = field(default_factory=dict)
     hardware: str | None = None
     int8_inputs: bool = False
     fused_slopes: bool | None = None
@@ -46,7 +47,11 @@ _NARROW = frozenset({"uint2", "int2", "float4e2m1"})
 _FORMATS = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 
 CHANGES: Mapping[str, Changes] = {
-    "onnxruntime": Changes(unsigned_linear=True, int8_inputs=True),
+    "onnxruntime": Changes(
+        weights_by_processor={"any": DTYPES["int7"], "vnni": int8, "avx2": uint8, "arm64": int8},
+        int8_inputs=True,
+        hardware="onnxruntime",
+    ),
     "onnx": Changes(),
     "openvino": Changes(
         activations={"int8": uint8, "int4": uint8},
@@ -130,9 +135,19 @@ def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:
     return CHANGES[dialect].float_biases, float32
 
 
-def unsigned_linear_in(dialect: str) -> bool:
-    """Return whether linear layers of 8 bits are faster in a dialect with uint8 weights whose zero point is 128."""
-    return CHANGES[dialect].unsigned_linear
+def weight_for(dialect: str, processor: str) -> DType | None:
+    """Return the dtype of int8 weights of layers with which a processor's kernels are exact, None for any dtype.
+
+    Raises:
+        ConfigError: no such kind of processor is known.
+    """
+    known = CHANGES[dialect].weights_by_processor
+    if processor not in (*known, "any"):
+        raise ConfigError(
+            f"unknown processor {processor!r} for the dialect {dialect}; choose "
+            f"{'one of ' if known else ''}{', '.join(known) or 'any'}"
+        )
+    return known.get(processor)
 
 
 def computes_in_int8(dialect: str) -> bool:
@@ -140,9 +155,18 @@ def computes_in_int8(dialect: str) -> bool:
     return CHANGES[dialect].int8_inputs
 
 
-def hardware_in(dialect: str) -> str | None:
-    """Return the target whose rules hold in a dialect for configs that name none."""
-    return CHANGES[dialect].hardware
+def hardware_in(dialect: str, placement: str | None) -> str | None:
+    """Return the target whose rules hold in a dialect for configs that name none.
+
+    Raises:
+        ConfigError: a placement that the dialect does not have.
+    """
+    found = CHANGES[dialect].hardware
+    if placement not in (None, "all", *(["kernels"] if dialect == "onnxruntime" else [])):
+        raise ConfigError(
+            f"unknown placement {placement!r} for the dialect {dialect}; choose all, or kernels for onnxruntime"
+        )
+    return None if placement == "all" and dialect == "onnxruntime" else found
 
 
 def fuses_slopes(dialect: str) -> bool | None:

@@ -10,6 +10,8 @@ from qsdk.core.numerics.dtypes import DType, int8, uint8
 from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.choices import ResolvedConfig
 from qsdk.core.planning.context import PlanningContext
+from qsdk.core.planning.hardware import only_kernels
+from qsdk.core.planning.placement import NO_KERNEL, kernel_tensors
 from qsdk.core.planning.plan import BY_CALIBRATION, OF_CACHE, Decision
 from qsdk.core.planning.ties import (
     JOINS,
@@ -44,11 +46,13 @@ _ACTIVATION_CHOICES = (
 def plan_activations(context: PlanningContext) -> dict[int, Decision]:
     """Decide graph inputs and op outputs, ties included; return the decisions by tensor id."""
     graph = context.graph
-    assembled = _float_assemblies(context)
+    kept = kernel_tensors(context) if only_kernels(context.config) else range(len(graph.tensors))
+    alone = {tensor: NO_KERNEL for tensor in range(len(graph.tensors)) if tensor not in kept}
+    assembled = {**alone, **_float_assemblies(context)}
     result = {}
     for tensor in graph.inputs:
         if graph.tensors[tensor].is_float:
-            result[tensor] = _decide(context, tensor, None, {})
+            result[tensor] = _decide(context, tensor, None, alone)
     for index, op in enumerate(graph.ops):
         for tensor in op.outputs:
             if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
@@ -188,7 +192,8 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
         return replace(bare, reason="no quantized linear layer reads it, and the config quantizes nothing else")
     if steers is not None:
         return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.coarse else rule)
-    if tensor in assembled:
+    lasting = assembled.get(tensor) == NO_KERNEL and (dtype.bits != 8 or choice.is_named("activation"))
+    if tensor in assembled and not lasting and not wanted.dynamic_activations:
         return replace(bare, reason=assembled[tensor], rule=rule)
     symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"
     fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)

@@ -31,6 +31,8 @@ ONNX_NAMES = MappingProxyType(
         "GuardedSoftmax": "Softmax",
     }
 )
+#: dtypes that the codes of integer kernels are stored in
+_BYTES = frozenset({"int8", "uint8"})
 
 
 class PlanningContext:
@@ -171,7 +173,9 @@ class PlanningContext:
         if self.graph.ops[group.ops[0]].type == "Conv":
             stored = (o.root for o in self.operands[group.ops[0]] if o.role == "weight")
             dtypes += [self.resolver.at(self.stored_place(group.ops[0], root)).wanted.weight for root in stored]
-        return len(dtypes) < 2 or not all(isinstance(one, DType) and one.is_integer and one.bits == 8 for one in dtypes)
+        return len(dtypes) < 2 or not all(
+            isinstance(one, DType) and one.is_integer and one.container in _BYTES for one in dtypes
+        )
 
     def _types(self, op: int) -> tuple[str, ...]:
         """Return the op types of a result: those of the members of a chain, else the name of the supergroup."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DTYPES, DType
 from qsdk.core.numerics.spec import Spec
@@ -24,12 +25,14 @@ class Hardware:
         widest_norm_weight: bits that weights of `symmetric_if_wide` have at most; None for no bound.
         second_operand: the condition on a computed second operand of MatMul: none; symmetric; symmetric and 8 bits; or,
             if it has 16 bits, symmetric beside a first operand of 16 bits.
+        only_kernels: activations of 8 bits are quantized only where an integer kernel reads or writes them.
     """
 
     as_output: frozenset[str] = frozenset({"GroupNormalization", "InstanceNormalization", "RMSNormalization"})
     symmetric_if_wide: frozenset[str] = frozenset({"LayerNormalization", "BatchNormalization"})
     widest_norm_weight: int | None = None
     second_operand: Literal["free", "symmetric", "8 bits", "16 beside 16"] = "free"
+    only_kernels: bool = False
 
 
 #: the constraints of a config that names no target
@@ -38,11 +41,14 @@ _BEFORE_V73 = Hardware(widest_norm_weight=8, second_operand="8 bits")
 _SINCE_V73 = Hardware(second_operand="16 beside 16")
 #: what `for_dialect("qnn")` asks for: the runtime rounds a second operand again unless its grid is a signed one, moved
 QNN = "qnn"
+#: what `for_dialect("onnxruntime")` asks for: around an op that the runtime computes in floats, a pair only takes time
+ONNXRUNTIME = "onnxruntime"
 HARDWARE = MappingProxyType(
     {GENERIC: Hardware()}
     | dict.fromkeys(("v66", "v68", "v69"), _BEFORE_V73)
     | dict.fromkeys(("v73", "v75", "v79", "v81", "v85"), _SINCE_V73)
     | {QNN: Hardware(frozenset(), frozenset(), second_operand="symmetric")}
+    | {ONNXRUNTIME: Hardware(frozenset(), frozenset(), only_kernels=True)}
 )
 
 
@@ -55,6 +61,11 @@ def hardware_named(name: str) -> str:
     if name.lower() not in HARDWARE:
         raise ConfigError(f"unknown hardware {name!r}; known are {', '.join(HARDWARE)}")
     return name.lower()
+
+
+def only_kernels(config: QuantConfig) -> bool:
+    """Return whether activations of 8 bits are quantized only where an integer kernel reads or writes them."""
+    return config.hardware is not None and HARDWARE[hardware_named(config.hardware)].only_kernels
 
 
 def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:

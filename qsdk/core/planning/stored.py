@@ -7,6 +7,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Shape
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph, Tensor
+from qsdk.core.graph.op_facts import LINEAR, RECURRENT
 from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
 from qsdk.core.numerics.spec import (
     Granularity,
@@ -21,11 +22,14 @@ from qsdk.core.numerics.spec import (
     whole_blocks,
 )
 from qsdk.core.planning.context import PlanningContext
+from qsdk.core.planning.hardware import only_kernels
 from qsdk.core.planning.operands import StoredOperand, is_scalar
+from qsdk.core.planning.placement import NO_KERNEL
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.site import owner_of
 
+_WITH_MATRICES = LINEAR | RECURRENT | {"Einsum"}
 _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "scale_bits")
 
 
@@ -116,8 +120,21 @@ def _stored(
     spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
+    if spec is not None and _has_no_kernel(context, op, role, activations) and not choice.is_named("weight"):
+        return replace(bare, reason=NO_KERNEL)
     kept = f"; 8 bits: {wanted.weight} is for weights of layers, unless a rule names this one" if wide else ""
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role + kept)
+
+
+def _has_no_kernel(context: PlanningContext, op: int, role: Role, activations: Mapping[int, Decision]) -> bool:
+    """Return whether a constant or a norm's weight stands beside floats, where a config is for kernels alone."""
+    made = context.graph.ops[op]
+    if not only_kernels(context.config) or role == "embedding" or (role == "weight" and made.type in _WITH_MATRICES):
+        return False
+    group = context.groups.get(op)
+    last = made if group is None else context.graph.ops[group.ops[-1]]
+    is_norm = role == "weight"
+    return is_norm or not any(t in activations and activations[t].quantized for t in last.outputs)
 
 
 def _keeps_8_bits(role: Role, wanted: QuantConfig, *, named: bool) -> bool:

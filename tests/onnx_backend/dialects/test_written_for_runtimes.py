@@ -201,33 +201,55 @@ def test_rules_of_a_config_are_changed_for_a_dialect_too():
     assert (str(rule.weight), str(rule.activation)) == ("int8", "uint8")
 
 
-def test_for_onnxruntime_weights_become_uint8_unless_a_rule_says_otherwise():
-    config = qsdk.w8a8().override("head", weight="int8").for_dialect("onnxruntime")
-    assert config.for_dialect("onnxruntime") == config
-    first, own = config.rules
-    assert (str(first.weight), first.symmetric_weights, str(own.weight)) == ("uint8", True, "int8")
-    asymmetric = replace(qsdk.w8a8(), symmetric_weights=False).for_dialect("onnxruntime")
-    assert (str(asymmetric.rules[0].weight), asymmetric.rules[0].symmetric_weights) == ("uint8", False)
+@pytest.mark.parametrize(("processor", "weight"), [("any", "int7"), ("avx2", "uint8"), ("vnni", None), ("arm64", None)])
+def test_for_onnxruntime_weights_are_exact_on_the_processor_unless_a_rule_says_otherwise(processor, weight):
+    def changed(config):
+        return config.for_dialect("onnxruntime", processor=processor)
+
+    config = changed(qsdk.w8a8().override("head", weight="int8"))
+    assert changed(config) == config
+    assert config.hardware == "onnxruntime"
+    first = [rule for rule in config.rules if rule.optional and rule.weight is not None]
+    assert [str(rule.weight) for rule in first] == ([] if weight is None else [weight])
+    assert str(config.rules[-1].weight) == "int8"
+    if weight is not None:
+        asymmetric = changed(replace(qsdk.w8a8(), symmetric_weights=False))
+        assert [rule.symmetric_weights for rule in asymmetric.rules if rule.weight is not None] == [False]
     for other in (qsdk.w8a16(), qsdk.w4a8(), qsdk.weight_only("int8"), qsdk.w8a8(block_size=16)):
-        assert other.for_dialect("onnxruntime") == other
+        assert not [rule for rule in changed(other).rules if rule.weight is not None]
 
 
-def test_for_onnxruntime_an_ordinary_session_is_exact_on_every_processor(tmp_path):
+def test_a_processor_or_placement_that_is_not_known_is_refused():
+    with pytest.raises(
+        qsdk.ConfigError, match=r"unknown processor 'amx' for the dialect onnxruntime; choose one of any"
+    ):
+        qsdk.w8a8().for_dialect("onnxruntime", processor="amx")
+    with pytest.raises(qsdk.ConfigError, match="unknown processor 'vnni' for the dialect qnn; choose any"):
+        qsdk.w8a8().for_dialect("qnn", processor="vnni")
+    with pytest.raises(qsdk.ConfigError, match="unknown placement 'kernels' for the dialect openvino; choose all"):
+        qsdk.w8a8().for_dialect("openvino", placement="kernels")
+
+
+@pytest.mark.parametrize("processor", ["any", "avx2"])
+def test_no_sum_of_two_products_leaves_the_16_bits_of_older_processors(processor, tmp_path):
+    """Kernels of x86 without VNNI add two products of uint8 and int8 in 16 bits; those of two uint8 take 32."""
+    torch.manual_seed(0)
     module = torch.nn.Sequential(
         *(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 1, groups=8), torch.nn.Flatten()),
         *(torch.nn.Linear(288, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)),
     )
     images = torch.rand(4, 3, 8, 8)
-    sims = [qsdk.quantize(module, images, c) for c in (qsdk.w8a8(), qsdk.w8a8().for_dialect("onnxruntime"))]
-    for sim in sims:
-        qsdk.calibrate(sim, [images], progress=False)
-    assert torch.equal(sims[0](images), sims[1](images))  # the same integers
-    qsdk.export(sims[1], tmp_path / "m.onnx")
-    report = qsdk.check_parity(sims[1], tmp_path / "m.onnx", [images], runtime="onnxruntime", progress=False)
+    sim = qsdk.quantize(module, images, qsdk.w8a8().for_dialect("onnxruntime", processor=processor))
+    qsdk.calibrate(sim, [images], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "m.onnx").graph.initializer}
+    weights = [value for name, value in stored.items() if name.endswith("weight_quantized")]
+    assert len(weights) == 4
+    for codes in weights:
+        assert codes.dtype == np.uint8 or 2 * 255 * np.abs(codes.astype(int)).max() <= 2**15
+    report = qsdk.check_parity(sim, tmp_path / "m.onnx", [images], runtime="onnxruntime", progress=False)
     assert report.summary["passed"]
     assert report.summary["activations_max_lsb"] <= 1
-    report = qsdk.check_parity(sims[1], tmp_path / "m.onnx", [images], progress=False)
-    assert "default_session" not in report.summary
 
 
 def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs_it():

@@ -53,7 +53,7 @@ def products(path: str) -> int:
 def test_the_first_product_of_a_cell_is_its_bias(kind, bias, tmp_path):
     torch.manual_seed(0)
     path = str(tmp_path / "m.onnx")
-    sim, x = exported(Steps(CELLS[kind](bias)).eval(), path, qsdk.w8a8().for_dialect("onnxruntime"))
+    sim, x = exported(Steps(CELLS[kind](bias)).eval(), path, qsdk.w8a8().for_dialect("onnxruntime", placement="all"))
     assert products(path) == 5  # two for each of three steps, without that of zeros
     with torch.no_grad():
         expected = sim(torch.from_numpy(x)).numpy()
