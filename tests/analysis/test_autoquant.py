@@ -202,7 +202,7 @@ def test_the_file_fits_into_max_bytes(model, exported, sqnr, tmp_path, side):
     data = BATCHES if side == "module" else [batch.numpy() for batch in BATCHES]
     whole = run(given, sqnr, data=data, max_drop=125.0).summary["bytes"]
     report = run(given, sqnr, data=data, max_drop=125.0, max_bytes=whole - 100)
-    qsdk.export(report.sim, tmp_path / "model.onnx")
+    qsdk.export(report.sim, tmp_path / "model.onnx", prefer="size")
     assert os.path.getsize(tmp_path / "model.onnx") == report.summary["bytes"] <= whole - 100
     first, fragile, last = [row["dtype"] for row in report.sim.coverage().rows if row["kind"] == "weight"]
     assert fragile == "int8"
@@ -298,7 +298,7 @@ def test_smaller_uses_what_is_left_of_the_budget_for_a_smaller_file(model, expor
     assert steps(report) == [*steps(plain), "int4 and back"]
     assert report.summary["met"]
     assert report.summary["bytes"] < plain.summary["bytes"]
-    qsdk.export(report.sim, tmp_path / "model.onnx")
+    qsdk.export(report.sim, tmp_path / "model.onnx", prefer="size")
     assert os.path.getsize(tmp_path / "model.onnx") == report.summary["bytes"]
     kept = {row["site"]: row["dtype"] for row in report.sim.coverage().rows if row["kind"] == "weight"}
     assert sorted(kept.values()) == ["int4", "int4", "int8"]

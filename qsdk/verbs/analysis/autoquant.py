@@ -92,7 +92,7 @@ def autoquant(
         data: as for `calibrate`; kept as a list if it can be read only once.
         metric: called with the sim; larger is better.
         max_drop: how far below the float model's it may fall.
-        max_bytes: that the exported file may take.
+        max_bytes: that the file of `export(..., prefer="size")` may take.
         max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
         smaller: use up `max_drop`: weights of 8 bits take 4 (slower on many runtimes) as far as the metric allows.
         config: to start from, or the name of a preset; None for `w8a8()`.
@@ -102,9 +102,9 @@ def autoquant(
         seed: of all sampling; one seed gives one result (but `max_ms` measures time).
 
     Returns:
-        A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
-        `passes` (time in float passes, without the metric), `kept`, `note`. Summary: `met`, `missed`, `budget_remark`,
-        `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`, `ranking` (by `sensitivity`).
+        A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` (of that
+        file), `passes` (time in float passes, without the metric), `kept`, `note`. Summary: `met`, `missed`,
+        `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`, `ranking`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
