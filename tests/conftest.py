@@ -35,8 +35,9 @@ gc.disable()  # until all is collected: what imports make stays to the end, so t
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that shows what the tests cost."""
+    """Add the option that shows what the tests cost, and the one that keeps the pages true."""
     parser.addoption("--processor-time", action="store_true", help="show what each folder of tests costs (with -n0)")
+    parser.addoption("--write-pages", action="store_true", help="pages of the documentation take what they print")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,11 +1,14 @@
 """The README runs from its top as it stands, and shows the commands that exist."""
 
+import re
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 import pytest
-from pages import ROOT, blocks_of, run_page
+from pages import ROOT, blocks_of, difference, refreshed, run_page
+
+from qsdk.demo.run import run_demo
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -16,9 +19,9 @@ def test_the_first_lines_print_what_they_show(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
-def test_the_readme_runs_from_its_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_readme_runs_from_its_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.chdir(tmp_path)
-    names = run_page("README.md")
+    names = run_page("README.md", write=request.config.getoption("--write-pages"))
     data = names["data"]
     integer = ort.InferenceSession("model.int.onnx", providers=["CPUExecutionProvider"])
     feed = integer.get_inputs()[0].name
@@ -29,6 +32,20 @@ def test_the_readme_runs_from_its_top(tmp_path: Path, monkeypatch: pytest.Monkey
     opsets = {entry.domain: entry.version for entry in onnx.load("model.onnx").opset_import}
     assert opsets == {"": 21}
     assert names["osim"].coverage().summary["quantized"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_products")
+def test_the_table_of_the_demo_is_what_it_prints(request: pytest.FixtureRequest):
+    made = [f"| {row['network']} | {row['accuracy']} | {row['bytes']:,} |" for row in run_demo().rows]
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"^\| .+ \| [\d.]+ % \| [\d,]+ \|$", text, re.MULTILINE)
+    if request.config.getoption("--write-pages"):
+        written = refreshed("\n".join(made), "\n".join(shown))
+        page.write_text(text.replace("\n".join(shown), written), encoding="utf-8")
+        shown = written.splitlines()
+    assert difference("\n".join(made), "\n".join(shown)) is None
 
 
 def test_the_first_block_is_short():

@@ -5,7 +5,7 @@ import io
 import re
 import shlex
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qsdk.cli import main
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-_RELATIVE, _ABSOLUTE = 0.05, 0.02  # what the noise of seeds, threads and processors may move a number by
+_RELATIVE, _ABSOLUTE = 0.01, 0.02  # what threads and processors may move a decimal fraction by; all else is exact
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,64 @@ def blocks_of(page: str) -> list[Block]:
     return [Block(language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE)) for indent, language, text in found]
 
 
-def run_page(page: str, *, until: str = "") -> dict:
+def run_page(page: str, *, until: str = "", write: bool = False) -> dict:
     """Run the blocks of a page in the current folder, with nothing defined beforehand, and return what they defined.
 
     Args:
         page: of `pages`.
         until: the language of the block to stop after; empty for the whole page.
+        write: the page takes what was printed where it shows something else.
     """
     names: dict = {"__name__": "__main__"}
     printed = ""
+    texts: list[str] = []
     for number, block in enumerate(blocks_of(page), 1):
         if block.language == "python":
             printed = printed_by(lambda b=block, n=number: exec(compile(b.text, f"{page}, block {n}", "exec"), names))
         elif block.language == "bash":
             printed = printed_by(lambda b=block: run_commands(b.text))
         elif block.language == "text":
+            block = replace(block, text=refreshed(printed, block.text)) if write else block
             wrong = difference(printed, block.text)
             assert wrong is None, f"{page}, block {number} shows {wrong}\nprinted was:\n{printed}"
+        texts.append(block.text)
         if block.language == until:
             break
+    if write:
+        _write(page, texts)
     return names
+
+
+def refreshed(printed: str, shown: str) -> str:
+    """Return `shown` with the numbers that were printed; without a `...` all of what was printed, if they differ."""
+    if difference(printed, shown) is None:
+        return shown
+    if "..." not in shown:
+        return printed
+    found = [line for line in printed.splitlines() if line.strip()]
+    lines, at = [], 0
+    for line in shown.splitlines():
+        same = [n for n in range(at, len(found)) if same_line(_NUMBER.sub("#", found[n]), _NUMBER.sub("#", line))]
+        if same and line.strip() != "...":
+            ends = " ..." if line.endswith(" ...") else ""
+            words = re.match(rf"(?:\s*\S+){{{len(line.removesuffix(ends).split())}}}", found[same[0]])
+            line, at = words[0] + ends, same[0] + 1
+        lines.append(line)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _write(page: str, texts: list[str]) -> None:
+    """Put the texts of the first blocks in the place of those that the page has."""
+    path, given = ROOT / page, iter(texts)
+
+    def block(found: re.Match[str]) -> str:
+        text = next(given, None)
+        if text is None or found[2] != "text":
+            return found[0]
+        begin, end = (place - found.start() for place in found.span(3))
+        return found[0][:begin] + re.sub(r"^(?=.)", found[1], text, flags=re.MULTILINE) + found[0][end:]
+
+    path.write_text(_FENCE.sub(block, path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def printed_by(action) -> str:
@@ -85,7 +123,7 @@ def exit_code(arguments: list[str]) -> object:
 def difference(printed: str, shown: str) -> str | None:
     """The first line of `shown` that `printed` does not have, in this order; `...` stands for anything left out.
 
-    Numbers may differ by what noise moves them by, and columns may be wider.
+    Counts, bytes and steps are exact; decimal fractions may differ by noise, and columns may be wider.
     """
     found = [line for line in printed.splitlines() if line.strip()]
     skipping, at = True, 0
@@ -115,9 +153,11 @@ def _same_word(printed: str, shown: str) -> bool:
         return True  # the line below the heads of a table
     if _NUMBER.sub("#", printed) != _NUMBER.sub("#", shown):
         return False
-    numbers = zip(_numbers(printed), _numbers(shown), strict=True)
-    return all(abs(a - b) <= _ABSOLUTE + _RELATIVE * abs(b) for a, b in numbers)
+    return all(map(_same_number, _NUMBER.findall(printed), _NUMBER.findall(shown)))
 
 
-def _numbers(word: str) -> list[float]:
-    return [float(number.replace(",", "")) for number in _NUMBER.findall(word)]
+def _same_number(printed: str, shown: str) -> bool:
+    if not ("." in printed and "." in shown):
+        return printed == shown
+    found, wanted = (float(number.replace(",", "")) for number in (printed, shown))
+    return abs(found - wanted) <= _ABSOLUTE + _RELATIVE * abs(wanted)
