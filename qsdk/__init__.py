@@ -14,7 +14,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
     watch       callbacks
     decide      sensitivity advise mixed_precision autoquant perplexity next_token_agreement
-    export      export validate
+    export      export validate session
     prove       check_parity compare profile report
     integers    to_integer
     files       save load load_pretrained save_encodings load_encodings
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs.layers import adaround, gptq, seq_mse
     from qsdk.verbs.pretrained import load_pretrained
-    from qsdk.verbs.qdq_files import validate
+    from qsdk.verbs.qdq_files import session, validate
     from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
     from qsdk.verbs.ranges import tune_ranges
     from qsdk.verbs.rotation.rotate import rotate
@@ -113,6 +113,7 @@ _VERBS = {
     "check_parity": "quantize",
     "to_integer": "quantize",
     "validate": "qdq_files",
+    "session": "qdq_files",
     "seq_mse": "layers",
     "adaround": "layers",
     "gptq": "layers",
@@ -178,6 +179,7 @@ __all__ = [
     "profile",
     "report",
     "sensitivity",
+    "session",
     "autoquant",
     "perplexity",
     "next_token_agreement",

@@ -1,6 +1,7 @@
 """The ONNX Runtime session in which a Q/DQ model is simulated exactly."""
 
 import math
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,6 +22,7 @@ from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine
+from qsdk.core.read_files import first_line_of
 
 #: Optimizers that rewrite Q/DQ or their neighbours; `WeightBiasQuantization` even quantizes weights meant to stay
 #: float. Without these the highest level is as exact as no optimization at all, and it has the runtime's fast
@@ -65,6 +67,33 @@ def simulation_session(
     narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
     options = _options(shares_memory=shares_memory, optimize=not narrow, threads=threads)
     return _opened(_with_sizes_of_its_own(with_float_weights(load(model))), options, providers)
+
+
+def opened_file(
+    path: str | os.PathLike[str], entries: Mapping[str, str], *, threads: int | None, providers: Providers
+) -> ort.InferenceSession:
+    """Open a file as an application does: at the default level, with configuration entries.
+
+    Args:
+        path: of the file.
+        entries: session configuration entries, key -> value.
+        threads: that an op may use; None for the runtime's own choice.
+        providers: that are to compute it.
+
+    Raises:
+        FileFormatError: the runtime cannot load it.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    try:
+        return ort.InferenceSession(path, options, providers=providers.for_session())
+    except Exception as error:  # the runtime's own exception types are private
+        raise FileFormatError(
+            f"{os.fspath(path)}: ONNX Runtime {ort.__version__} cannot load it: {first_line_of(error)}; "
+            "qsdk.validate says why, where it knows"
+        ) from error
 
 
 def session_in_blocks(model: ModelProto, threads: int = 0) -> ort.InferenceSession | None:

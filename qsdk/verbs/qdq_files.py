@@ -2,6 +2,7 @@
 
 import os
 
+import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.dialects.dialect import Dialect
@@ -11,6 +12,9 @@ from onnx_backend.passes.canonicalize import densify
 from onnx_backend.proto import model_io
 from onnx_backend.proto.external_data import require_no_external_data
 from onnx_backend.qdq import read
+from onnx_backend.qdq.fusion_barriers import needed_options
+from onnx_backend.runtime.providers import ProviderList, chosen_providers
+from onnx_backend.runtime.session import opened_file
 from onnx_backend.validation import validate as validation
 from qsdk.core.report import Report
 
@@ -37,6 +41,36 @@ def validate(model: OnnxSource, *, dialect: Dialect | None = None) -> Report:
         {'errors': 0, 'warnings': 0}
     """
     return validation.validate(model_io.load(model, whole=True), dialect=dialect)
+
+
+def session(
+    path: str | os.PathLike[str], *, threads: int | None = None, providers: ProviderList | None = None
+) -> ort.InferenceSession:
+    """Open a file in ONNX Runtime with the settings that it says it needs.
+
+    Files of `qsdk.export` are right in an ordinary session, but for those whose weights alone are quantized with
+    `compute="float32"`: the runtime would round their activations to 8 bits, and the file notes the option against it.
+
+    Args:
+        path: of an ONNX file.
+        threads: that an op may use; None for one per core.
+        providers: ONNX Runtime's own list, best first; None for the CPU.
+
+    Raises:
+        ConfigError: a provider that is not there.
+        FileFormatError: the file cannot be read, or ONNX Runtime cannot load it.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x), [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")
+        >>> (y,) = qsdk.session(folder + "/model.onnx", threads=1).run(None, {"input": x.numpy()})
+        >>> y.shape
+        (64, 4)
+    """
+    entries = needed_options(model_io.load(path))
+    return opened_file(path, entries, threads=threads, providers=chosen_providers(providers))
 
 
 def inspect(model: OnnxSource) -> Report:

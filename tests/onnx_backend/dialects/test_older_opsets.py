@@ -137,7 +137,7 @@ def test_a_file_of_an_older_opset_opens_with_its_encodings(tmp_path):
 @pytest.mark.parametrize(
     ("config", "opset", "named", "least"),
     [
-        (qsdk.w4a8(), 17, r"0:weight.*\(int4\)", 21),
+        (qsdk.weight_only("int4"), 17, r"5:weight.*\(int4\)", 21),
         (qsdk.w8a16(), 20, r"uint16", 21),
         (qsdk.w8a8(block_size=4), 20, r"5:weight \(int8 in blocks\)", 21),
         (qsdk.weight_only("float8e4m3fn"), 18, r"float8e4m3fn", 19),
