@@ -29,6 +29,8 @@ import qsdk
 ROUNDS = 40
 CALIBRATED = 4  # batches
 SECONDS = 6.0  # of timing a network, at most
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "deployed.md"
+START, END = "<!-- rows -->\n", "<!-- end of rows -->"
 Feed = dict[str, np.ndarray]
 
 
@@ -143,6 +145,23 @@ def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[st
     return found
 
 
+def write_page(lines: Path) -> None:
+    """Write the table of the documentation from the JSON lines of a run."""
+    found = [json.loads(line) for line in lines.read_text().splitlines() if line.startswith("{")]
+    rows = [
+        "| network | batch | threads | float, ms | stock | ours | dialect | vnni | SQNR stock | ours | dialect | vnni |"
+    ]
+    rows.append("|---|" + "---:|" * 11)
+    for row in found:
+        stock = [name for name in ("stock_plain", "stock_prepared") if name in row]
+        best = min((row[name] for name in stock), default="-")
+        heard = max((row["sqnr"][name] for name in stock), default="-")
+        cells = [row["name"], row["batch"], row["threads"], row["float_ms"], best, *(row.get(k, "-") for k in CONFIGS)]
+        rows.append("| " + " | ".join(map(str, [*cells, heard, *(row["sqnr"].get(k, "-") for k in CONFIGS)])) + " |")
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(before + START + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
@@ -150,7 +169,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", default=["stock", *CONFIGS, "integer"])
     parser.add_argument("--keep", type=Path, help="a folder that keeps the files")
+    parser.add_argument(
+        "--page", type=Path, help="JSON lines of an earlier run, of which docs/results/deployed.md is made"
+    )
     chosen = parser.parse_args()
+    if chosen.page:
+        write_page(chosen.page)
+        return
     torch.set_num_threads(1)
     for name in chosen.names or NETWORKS:
         for size in chosen.batches:

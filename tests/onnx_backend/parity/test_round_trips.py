@@ -106,19 +106,23 @@ def test_a_random_network_exports_to_the_same_bytes_from_both_doors(seed, tmp_pa
     assert (tmp_path / "saved.onnx").read_bytes() == first.read_bytes()
 
 
+def without_zeros(found):
+    """Codes or scale of each site, and its zero point unless that is 0, which not every dialect writes."""
+    return {site: [value for value in values[:2] if value[1] != 0] for site, values in found.items()}
+
+
 @pytest.mark.slow
 def test_a_change_of_dialect_or_opset_and_back_leaves_the_integers(tmp_path):
     sim = quantize(convnet(), None, w8a8())
     calibrate(sim, [np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)], progress=False)
     export(sim, tmp_path / "0.onnx")
     first = integers(onnx.load(tmp_path / "0.onnx"))
-    weights = {site: values[:2] for site, values in first.items()}
     for step, (dialect, opset) in enumerate([*FORMS[1:], ("onnxruntime", 21)], 1):
         export(
             quantize(tmp_path / f"{step - 1}.onnx", None, None), tmp_path / f"{step}.onnx", dialect=dialect, opset=opset
         )
         found = integers(onnx.load(tmp_path / f"{step}.onnx"))
-        assert {site: values[:2] for site, values in found.items()} == {s: v[:2] for s, v in weights.items()}
+        assert without_zeros(found) == without_zeros(first)
     assert found == first
 
 
