@@ -43,8 +43,8 @@ def overflow_reason(model: ModelProto) -> str:
         return ""
     return (
         "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: "
-        "uint8 weights (quantize with config.for_dialect('onnxruntime')) and weights of 7 bits (int7) are exact there, "
-        "and so is to_integer with weights='unsigned'"
+        "weights of 7 bits (quantize with config.for_dialect('onnxruntime')) and of uint8 (processor='avx2') are exact "
+        "there, and so is to_integer with weights='unsigned'"
     )
 
 
