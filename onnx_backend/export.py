@@ -28,6 +28,7 @@ from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import Check, write_file, write_sharing
 from onnx_backend.qdq.code_tables import look_up_codes
+from onnx_backend.qdq.fast_forms import with_pairs, write_fast_forms
 from onnx_backend.qdq.folded_pads import fold_pads
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_options
@@ -114,6 +115,8 @@ def write_model(
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
         _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
         for model, form in zip(models.values(), forms, strict=True):
+            if writing_of(dialect).for_onnxruntime:
+                write_fast_forms(model)  # which have no node for a site's facts
             _require_valid(model, form["fixed_shapes"])
         files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use, "check": check}
         if parts is None:
@@ -207,6 +210,7 @@ def _size_facts(lowered: ModelProto, written: Sequence[Path], encodings: Mapping
         written: the model file and its data file.
         encodings: of the quantized sites.
     """
+    lowered = with_pairs(lowered)
     size = sizes(lowered, sum(path.stat().st_size for path in written))
     remarks = [*wide_containers(encodings), *_what_dominates(size)]
     saved = bytes_of_whole(lowered)

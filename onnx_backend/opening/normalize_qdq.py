@@ -48,8 +48,9 @@ def normalize_qdq(model: ModelProto) -> ModelProto:
         FileFormatError: it holds quantization that is no Q/DQ, or Q/DQ that no encoding describes; names the node.
         ModelError: it cannot be raised.
     """
+    model = as_simulated(model)
     _require_pairs(model)
-    model = with_float_cache(as_simulated(model))
+    model = with_float_cache(model)
     if not _is_foreign(model):
         return model
     require_known_opset(model)

@@ -28,7 +28,6 @@ from qsdk.core.planning.plan import Plan
 
 Array = npt.NDArray[Any]
 Prefer = Literal["speed", "size"]
-_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 
@@ -75,12 +74,12 @@ def store(
 def in_whole_bytes(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
     """Return the encodings with 8 bits for every number of a 4-bit weight that no kernel of the runtime reads packed.
 
-    Those are the weights of convolutions, and of matrix products beside quantized activations: packed, they are
-    dequantized in every run.
+    Those are the weights of layers beside quantized activations: packed, they are dequantized in every run.
     """
-    wanted = _CONVOLUTIONS if plan.only_weights() else LINEAR
-    sites = [site for site, d in plan.decisions.items() if d.kind == "weight" and d.op_type in wanted]
     found = dict(encodings)
+    if plan.only_weights():
+        return found  # MatMulNBits reads packed ones, and convolutions compute in floats: see `fast_forms`
+    sites = [site for site, d in plan.decisions.items() if d.kind == "weight" and d.op_type in LINEAR]
     for site in sites:
         encoding = found.get(site)
         if encoding is not None and encoding.block_size is None and encoding.dtype.container in WHOLE_BYTES:

@@ -16,6 +16,7 @@ from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
 from onnx_backend.other_runtimes.runner import RuntimeName
 from onnx_backend.proto import graph_queries, model_io
+from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.qdq.quantized_parts import has_narrow_sites
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
@@ -138,7 +139,7 @@ def _open_onnx(
     inputs: Mapping[str, Any] | None,
 ) -> OnnxSim:
     """Return the sim of an ONNX model, which is loaded once."""
-    model = model_io.load(source)
+    model = with_pairs(model_io.load(source))
     if config is None and (graph_queries.is_quantized(model) or has_narrow_sites(model)):
         _require_no_inputs(inputs, "the file has encodings of its own already")
         return open_as_written(checked_qdq(model, source))
@@ -246,9 +247,9 @@ def export(
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
             cannot fail by it). What that session does differently, or why it was not asked, is `default_session` in
             the summary.
-        prefer: `speed` stores 4-bit weights in 8 bits where ONNX Runtime has no kernel for packed ones: those of
-            convolutions, and of Linear layers beside quantized activations (the same numbers; `bytes_if_packed` in the
-            summary is the size without it); `size` packs them.
+        prefer: `speed` stores 4-bit weights beside quantized activations in 8 bits for ONNX Runtime, whose integer
+            kernels read no others (the same numbers; `bytes_if_packed` in the summary is the size without it); `size`
+            packs them.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.

@@ -10,6 +10,7 @@ from onnx_backend.proto.graph_queries import consumers, initializers, names_in, 
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.code_tables import dequantize_tables
+from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.qdq.folded_pads import unfold_pads
 from onnx_backend.qdq.islands.entries import ENTRY_KEY, cast_site, float_inputs, island_type, narrows
 from onnx_backend.qdq.layer_inputs import with_quantized_inputs
@@ -138,8 +139,9 @@ def as_simulated(model: ModelProto) -> ModelProto:
 
     Nodes of `narrow_islands` become float32 ones between casts, look-ups on codes such in whole tables, and padding of
     convolutions a Pad where there was one; layers that round their input to int8 have nodes for that.
+    What `fast_forms` has written otherwise is pairs again.
     """
-    model = with_quantized_inputs(unfold_pads(dequantize_tables(model)))
+    model = with_quantized_inputs(unfold_pads(dequantize_tables(with_pairs(model))))
     if all(_sites_of(node) is None for node in model.graph.node):
         return model
     result = ModelProto()

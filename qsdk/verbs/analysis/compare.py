@@ -10,6 +10,7 @@ from torch import nn
 
 from onnx_backend.data_passes.named_values import OnnxValues
 from onnx_backend.proto import model_io
+from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.runtime.feeds import batches_of
 from onnx_backend.sim import OnnxSim
 from qsdk.core.comparing.comparison import Comparison
@@ -123,7 +124,7 @@ def _side(given: Any, name: str, forward: Forward | None) -> Side | DumpedFolder
     if isinstance(given, str | os.PathLike) and Path(given).is_dir():
         return DumpedFolder(Path(given))
     if isinstance(given, str | os.PathLike | ModelProto):
-        return OnnxValues(model_io.load(given))
+        return OnnxValues(with_pairs(model_io.load(given)))
     raise ConfigError(
         f"side {name} is a {type(given).__name__}; give a module, a sim, an ONNX model or its path, or the path of a "
         "folder of dumped tensors"

@@ -127,11 +127,13 @@ def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
     return exported(source, "openvino" if runtime == "openvino" else "onnxruntime")[0]
 
 
-def exported(sim: Sim, dialect: Literal["onnxruntime", "openvino"]) -> tuple[ModelProto, Report]:
+def exported(
+    sim: Sim, dialect: Literal["onnxruntime", "openvino"], prefer: Literal["speed", "size"] = "speed"
+) -> tuple[ModelProto, Report]:
     """Return what is exported of a calibrated sim, and the report on it."""
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
         path = Path(folder) / "model.onnx"
-        report = export(sim, path, dialect=dialect)
+        report = export(sim, path, dialect=dialect, prefer=prefer)
         return model_io.with_weights(model_io.load(path)), report
 
 

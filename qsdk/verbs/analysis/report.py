@@ -12,6 +12,7 @@ from onnx import ModelProto
 
 from onnx_backend.proto import model_io
 from onnx_backend.proto.sizes import file_bytes, sizes
+from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.core.atomic_files import write_text
@@ -150,7 +151,7 @@ def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
     Raises:
         FileFormatError: it is invalid, or its encodings file belongs to another one.
     """
-    sim = open_with_config(model, source, w8a8().skip("*", optional=True))
+    sim = open_with_config(with_pairs(model), source, w8a8().skip("*", optional=True))
     state, encodings = sim.snapshot(), sim.encodings
     kinds = {site: decision.kind for site, decision in state.plan.decisions.items()}
     # ops that only move values add no noise: the plan of the file ties their results to their inputs
@@ -206,8 +207,8 @@ def _measured_file(
 def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None, progress: bool) -> Measured:
     """Measure what a page shows of a sim."""
     name = "ONNX model" if isinstance(sim, OnnxSim) else type(sim.model).__name__.removeprefix("Quantized")
-    file, written = exported(sim, "onnxruntime")
-    found = Measured(name, sim, file, sizes(file, written.summary["bytes"]))
+    file, written = exported(sim, "onnxruntime", "size")
+    found = Measured(name, sim, file, sizes(with_pairs(file), written.summary["bytes"]))
     if data is None or not layers_of(sim.plan):
         return found
     rows = _sensitivity(sim, data, forward, progress)

@@ -128,7 +128,7 @@ def test_a_model_of_pt2e_is_adopted_with_its_computed_scales_and_its_clipped_wei
         stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
         codes = np.clip(np.rint(stored["fw"] / np.float32(0.05)), -8, 7)
         written = integers(onnx.load(tmp_path / "first.onnx"))
-        assert written["node_linear:weight"][0] == ("int4", codes.T.tolist())
+        assert written["node_linear:weight"][0] == ("int8", codes.T.tolist())
         assert written["node_conv2d:weight"][0] == ("int8", stored["wq"].tolist())
         assert written["node_conv2d:weight"][1] == ("float32", stored["ws"].tolist())
 

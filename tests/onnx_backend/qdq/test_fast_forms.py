@@ -1,0 +1,103 @@
+"""Dynamic int8 and weights of convolutions in the forms that ONNX Runtime computes fast, and back as pairs."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+import qsdk
+from onnx_backend.proto.nodes import metadata
+from onnx_backend.qdq.fast_forms import FORM_KEY
+
+
+def exported(model, batches, config, folder, **options):
+    """The sim, its file, the types of the nodes that the runtime's default level runs, and the outputs of both."""
+    sim = qsdk.quantize(model.eval(), batches[0], config)
+    qsdk.calibrate(sim, batches, progress=False)
+    path = folder / "model.onnx"
+    qsdk.export(sim, path, **options)
+    opened = ort.SessionOptions()
+    opened.log_severity_level, opened.optimized_model_filepath = 4, str(folder / "optimized.onnx")
+    session = ort.InferenceSession(path, opened, providers=["CPUExecutionProvider"])
+    ran = [node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node]
+    with torch.no_grad():
+        wanted = sim(batches[0]).numpy()
+    return sim, path, ran, wanted, session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})[0]
+
+
+def require_same_sim(sim, path, batches, folder, **options):
+    """The file is read back as what the sim has, and written again byte for byte."""
+    parity = qsdk.check_parity(sim, path, batches, progress=False).summary
+    assert parity["passed"]
+    assert parity["weights_max_lsb"] == 0
+    assert "nodes written in another way" not in parity
+    assert not [row for row in qsdk.validate(path).rows if row["rule"] != "default_session"]
+    again = qsdk.quantize(path, None)
+    assert sorted(map(str, again.encodings.values())) == sorted(map(str, sim.encodings.values()))
+    qsdk.export(again, folder / "again.onnx", **options)
+    assert (folder / "again.onnx").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("weight", ["int8", "uint8", "int4"])
+@pytest.mark.parametrize("shape", [(6, 24), (2, 3, 24)], ids=str)
+def test_a_dynamic_linear_runs_as_one_kernel(weight, shape, tmp_path):
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 8)), [torch.randn(shape)]
+    config = qsdk.QuantConfig(weight=weight).override("*", dynamic_activations=True)
+    sim, path, ran, wanted, got = exported(model, batches, config, tmp_path)
+    assert ran.count("DynamicQuantizeMatMul") == 2
+    assert not {"MatMul", "Gemm", "FusedMatMul"} & set(ran)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+    qsdk.export(sim, path, dialect="onnx")  # other runtimes get the pairs
+    assert not [node for node in onnx.load(path).graph.node if FORM_KEY in metadata(node)]
+
+
+def test_what_else_reads_a_dynamic_tensor_reads_its_pair(tmp_path):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x):
+            """Read one tensor by a layer and by a sum."""
+            return torch.relu(x + self.layer(x))
+
+    batches = [torch.randn(4, 16)]
+    config = qsdk.w8a8().override("*", dynamic_activations=True)
+    sim, path, ran, wanted, got = exported(Residual(), batches, config, tmp_path)
+    assert "DynamicQuantizeMatMul" in ran or "MatMulIntegerToFloat" in ran
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+
+
+@pytest.mark.parametrize("weight", ["int8", "uint8", "int4", "uint4", "int3"])
+def test_weights_of_convolutions_alone_are_dequantized_when_a_session_is_opened(weight, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 4, 2, stride=2), nn.Conv2d(4, 4, 1))
+    config, batches = qsdk.weight_only(weight).override("2", per_channel=False), [torch.randn(1, 4, 6, 6)]
+    sim, path, ran, wanted, got = exported(model, batches, config, tmp_path)
+    assert "DequantizeLinear" not in ran
+    assert {"Cast", "Mul", "Reshape"}.isdisjoint(ran)
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+    assert qsdk.export(sim, path).summary["bytes"] < 20_000
+
+
+def test_weights_in_blocks_and_between_quantized_activations_stay_pairs(tmp_path):
+    batches = [torch.randn(1, 32, 4, 4)]
+    for config in (qsdk.weight_only("int4", block_size=16), qsdk.w8a8(), qsdk.weight_only("float8e4m3fn")):
+        sim, path, *_ = exported(nn.Sequential(nn.Conv2d(32, 4, 1)), batches, config, tmp_path)
+        assert not [node for node in onnx.load(path).graph.node if FORM_KEY in metadata(node)]
+        assert qsdk.check_parity(sim, path, batches, progress=False).summary["passed"]
+
+
+def test_frozen_encodings_are_frozen_in_the_file(tmp_path):
+    batches = [torch.randn(1, 4, 6, 6)]
+    sim = qsdk.quantize(nn.Sequential(nn.Conv2d(4, 6, 3)), batches[0], qsdk.weight_only("int8"))
+    qsdk.calibrate(sim, batches, progress=False)
+    sim.freeze("0:weight")
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert [encoding.frozen for encoding in qsdk.quantize(tmp_path / "m.onnx", None).encodings.values()] == [True]
