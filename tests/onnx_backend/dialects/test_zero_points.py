@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import helper, numpy_helper
 from qdq_models import classifier, convnet, make_model, mlp, optimized, prepared, run, weights
 from runtime_probes import LEVELS, opened
@@ -195,3 +196,21 @@ def test_a_layer_of_any_width_is_read_back_and_passes_parity(width, tmp_path):
     assert again.encodings == sim.encodings
     qsdk.export(again, tmp_path / "again.onnx")
     assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
+
+
+def test_a_max_pool_runs_on_codes_in_the_layout_of_its_convolutions(tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        *(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Conv2d(8, 8, 3), torch.nn.ReLU())
+    )
+    x = torch.randn(2, 3, 16, 16)
+    sim = qsdk.quantize(net.eval(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    found = optimized(model, tmp_path)
+    assert ("NhwcMaxPool" in found, "MaxPool" in found) == (True, False)
+    for item in model.graph.node:
+        if item.name.startswith(("1:output/", "2:output/")):
+            del item.input[2:]
+    assert "NhwcMaxPool" not in optimized(model, tmp_path)
