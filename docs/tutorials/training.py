@@ -145,10 +145,11 @@ print("the same outputs:", torch.equal(again(test[:64]), sim(test[:64])))
 # %% [markdown]
 # ## The file
 #
-# Exporting is the same as without training.
+# Exporting is the same as without training. With `prefer="size"` two weights of 4 bits share a byte. Without it each has a byte
+# of its own, which ONNX Runtime computes faster.
 
 # %%
-written = qsdk.export(sim, "trained.onnx")
+written = qsdk.export(sim, "trained.onnx", prefer="size")
 parity = qsdk.check_parity(sim, "trained.onnx", batches[:1])
 print(f"{written.summary['bytes']:,} bytes, {written.summary['ratio']:.0%} of the float weights")
 print("passed:", parity.summary["passed"])
