@@ -346,6 +346,16 @@ def test_milliseconds_come_from_a_profile(sim, tmp_path):
     assert f"a run in {profile.summary['runtime']}" in Page(tmp_path / "page.html").words
 
 
+def test_the_bytes_of_a_layer_are_those_in_the_file(tmp_path):
+    """Weights of 4 bits beside quantized activations are stored in 8 for ONNX Runtime."""
+    x, model = torch.randn(4, 1, 8, 8), nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8))
+    sim = calibrated(model, x, [x], qsdk.w4a8())
+    for prefer, wanted in (("speed", [36 + 4 * 4, 144 * 8 + 4 * 8]), ("size", [36 // 2 + 4 * 4, 144 * 8 // 2 + 4 * 8])):
+        qsdk.export(sim, tmp_path / "model.onnx", prefer=prefer, check=False)
+        rows = qsdk.report(tmp_path / "model.onnx", tmp_path / "page.html", progress=False).rows
+        assert [row["bytes"] for row in rows if row["bytes"]] == wanted
+
+
 def test_nothing_quantized_is_a_page_too(files, tmp_path):
     report = qsdk.report(files[0] / "float.onnx", tmp_path / "page.html", data=files[1], progress=False)
     assert report.summary["sentence"] == "Nothing is quantized."

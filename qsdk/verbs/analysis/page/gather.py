@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
+from onnx_backend.proto.nodes import metadata
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import tensor_dtype_named
 from qsdk.core.numerics.encoding import Encoding
@@ -100,9 +101,10 @@ def _noise_of_times(profile: Report | None) -> list[str]:
 def _layers(found: Measured, coverage: Report) -> list[LayerFacts]:
     """Return the layers without values, in the order in which they run."""
     encodings, rows = found.sim.encodings, {row["site"]: row for row in coverage.rows}
+    stored = _stored_dtypes(found.file)
     sites: dict[str, list[SiteFacts]] = {}
     for site, decision in found.sim.plan.decisions.items():
-        facts = _site(decision, rows[site], found.sim.explain(site), encodings.get(site))
+        facts = _site(decision, rows[site], found.sim.explain(site), encodings.get(site), stored.get(site))
         sites.setdefault(owner_of(site), []).append(facts)
     noise = {} if found.sensitivity is None else _noise_of(found.sensitivity)
     places = _places(found.sim.graph)
@@ -115,7 +117,16 @@ def _layers(found: Measured, coverage: Report) -> list[LayerFacts]:
     ]
 
 
-def _site(decision: Decision, row: Mapping[str, Any], why: str, encoding: Encoding | None) -> SiteFacts:
+def _stored_dtypes(file: ModelProto) -> dict[str, str]:
+    """Return site -> the dtype of the codes that the file stores: 4 bits may take 8."""
+    types = {tensor.name: TensorProto.DataType.Name(tensor.data_type).lower() for tensor in file.graph.initializer}
+    pairs = [node for node in file.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in types]
+    return {metadata(node).get("qsdk.site", ""): types[node.input[0]] for node in pairs}
+
+
+def _site(
+    decision: Decision, row: Mapping[str, Any], why: str, encoding: Encoding | None, container: str | None
+) -> SiteFacts:
     stored = decision.kind in ("weight", "bias")
     sizes = [size for size in decision.shape or () if isinstance(size, int)]
     dtype = tensor_dtype_named(row["dtype"])
@@ -128,7 +139,7 @@ def _site(decision: Decision, row: Mapping[str, Any], why: str, encoding: Encodi
         granularity=str(row["granularity"]),
         why=why,
         elements=math.prod(sizes) if stored else 0,
-        bits=tensor_dtype_named(str(dtype.container)).bits,
+        bits=tensor_dtype_named(container or str(dtype.container)).bits,
         encoding=encoding,
         passes_through=decision.passes_through,
         fused=decision.spec is None and decision.reason.startswith("inside "),
