@@ -193,7 +193,7 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     if steers is not None:
         return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.coarse else rule)
     lasting = assembled.get(tensor) == NO_KERNEL and (dtype.bits != 8 or choice.is_named("activation"))
-    if tensor in assembled and not lasting and not wanted.dynamic_activations:
+    if tensor in assembled and not lasting:
         return replace(bare, reason=assembled[tensor], rule=rule)
     symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"
     fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)

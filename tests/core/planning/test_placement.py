@@ -75,3 +75,11 @@ def test_a_rule_that_names_a_tensor_and_16_bits_are_as_wanted():
     assert {d.state for d in everywhere.decisions.values()} == {
         d.state for d in make_plan(graph, w8a8()).decisions.values()
     }
+
+
+def test_with_ranges_found_at_run_time_only_what_layers_read_is_quantized():
+    b = GraphBuilder()
+    first = b.op("MatMul", [b.input(), b.stored("first:weight", (8, 8))], "first:output")
+    second = b.op("MatMul", [b.op("Exp", [first], "exp:output"), b.stored("second:weight", (8, 8))], "second:output")
+    config = w8a8().override("*", dynamic_activations=True).for_dialect("onnxruntime")
+    assert states(b, second, config) == {"x": "quantized", "first": "float", "exp": "quantized", "second": "float"}
