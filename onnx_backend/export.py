@@ -116,7 +116,9 @@ def write_model(
         _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
         for model, form in zip(models.values(), forms, strict=True):
             if writing_of(dialect).for_onnxruntime:
-                write_fast_forms(model)  # which have no node for a site's facts
+                look_up_codes(model)  # these forms have no node for a site's facts
+                fold_pads(model)
+                write_fast_forms(model)
             _require_valid(model, form["fixed_shapes"])
         files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use, "check": check}
         if parts is None:
@@ -186,8 +188,6 @@ def _form(
         keep_constants_apart(model)
     narrow_islands(model, dialect)
     if writing_of(dialect).for_onnxruntime:
-        look_up_codes(model)
-        fold_pads(model)
         leave_inputs_to_kernels(model)
     drop_properties(model, (CACHE_KEY, FILE_KEY))
     if integer_edges is not None:

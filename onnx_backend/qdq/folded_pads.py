@@ -62,23 +62,24 @@ def unfold_pads(model: ModelProto) -> ModelProto:
         return model
     result = ModelProto()
     result.CopyFrom(model)
-    graph, nodes, made = result.graph, list[NodeProto](), set[str]()
+    graph, made, behind = result.graph, set[str](), dict[str, list[NodeProto]]()
     makers, taken = producers(graph.node), names_in(graph)
     for node in graph.node:
         noted = metadata(node).get(PADDED_KEY)
-        if noted is not None:
-            facts = json.loads(noted)
-            _require_folded(node, facts, makers)
-            if facts["dequantize"][1] not in made:
-                made.add(facts["dequantize"][1])
-                nodes += _unfolded(result, node.input[0], facts, makers, taken)
-            node.input[0] = facts["dequantize"][1]
-            _set_pads(node, facts["own"])
-            kept = [entry for entry in node.metadata_props if entry.key != PADDED_KEY]
-            del node.metadata_props[:]
-            node.metadata_props.extend(kept)
-        nodes.append(node)
-    replace_nodes(graph, nodes)
+        if noted is None:
+            continue
+        facts = json.loads(noted)
+        _require_folded(node, facts, makers)
+        if facts["dequantize"][1] not in made:
+            made.add(facts["dequantize"][1])
+            # behind the pair in front, where export finds it: an opened file, exported again, comes out the same
+            behind.setdefault(node.input[0], []).extend(_unfolded(result, node.input[0], facts, makers, taken))
+        node.input[0] = facts["dequantize"][1]
+        _set_pads(node, facts["own"])
+        kept = [entry for entry in node.metadata_props if entry.key != PADDED_KEY]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+    replace_nodes(graph, [one for node in graph.node for one in (node, *behind.get(next(iter(node.output), ""), []))])
     return result
 
 

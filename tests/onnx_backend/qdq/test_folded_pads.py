@@ -67,6 +67,17 @@ def test_a_pad_that_is_more_than_zeros_around_the_input_stays(options, tmp_path)
     assert ("Pad" in ops(model)) == (options.get("pads", (0,))[-2:] != (0, 0) or len(options.get("pads", ())) == 4)
 
 
+def test_frozen_encodings_stay_frozen(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    sim = qsdk.quantize(Padded().eval(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    sim.freeze("*")
+    qsdk.export(sim, tmp_path / "model.onnx")
+    again = qsdk.quantize(tmp_path / "model.onnx")
+    assert {site for site, encoding in again.encodings.items() if not encoding.frozen} == set()
+
+
 def test_a_changed_size_of_the_padding_is_refused(tmp_path):
     sim, x, model = written(tmp_path / "model.onnx")
     conv = next(node for node in model.graph.node if any(entry.key == "qsdk.padded" for entry in node.metadata_props))
