@@ -250,7 +250,7 @@ class _Simplifier:
 
 
 def join_splits(graph: GraphProto) -> None:
-    """Turn SplitToSequence with constant sizes, read only by SequenceAt at constant places, into Split, in place."""
+    """Turn SplitToSequence that only SequenceAt at constant places reads into Split, or Slices, in place."""
     if not any(node.op_type == "SplitToSequence" for node in graph.node):
         return
     stored = initializers(graph)
@@ -263,8 +263,41 @@ def join_splits(graph: GraphProto) -> None:
         split = _as_split(node, readers.get(node.output[0], []), stored, graph) if node.output else None
         if split is not None:
             parts.update(name for name in split.output if name)
-        kept.append(node if split is None else split)
+        slices = _as_slices(node, readers.get(node.output[0], []), stored, graph) if split is None else []
+        parts.update(slice_.output[0] for slice_ in slices if slice_.op_type == "Slice")
+        kept += slices or [node if split is None else split]
     replace_nodes(graph, kept)
+
+
+def _as_slices(
+    node: NodeProto, readers: Sequence[NodeProto], stored: dict[str, Any], graph: GraphProto
+) -> list[NodeProto]:
+    """Return the Slices of a SplitToSequence into parts of a computed size, as `chunk` of an open axis; else none."""
+    facts = attributes(node)
+    if node.op_type != "SplitToSequence" or len(node.input) < 2 or facts.get("keepdims", 1) != 1:
+        return []
+    size = node.input[1]
+    places = [stored.get(r.input[1]) if r.op_type == "SequenceAt" else None for r in readers]
+    numbers = [-1 if place is None else int(numpy_helper.to_array(place)) for place in places]
+    if min(numbers, default=-1) < 0 or size in stored or not _is_number(size, graph):
+        return []
+    graph.initializer.append(numpy_helper.from_array(np.array([facts.get("axis", 0)]), f"{node.output[0]}_axis"))
+    found = []
+    for number in sorted({*numbers, *(number + 1 for number in numbers)}):
+        graph.initializer.append(numpy_helper.from_array(np.array([number]), f"{node.output[0]}_{number}"))
+        found.append(helper.make_node("Mul", [size, f"{node.output[0]}_{number}"], [f"{node.output[0]}_at_{number}"]))
+    for number, reader in zip(numbers, readers, strict=True):
+        ends = [f"{node.output[0]}_at_{number}", f"{node.output[0]}_at_{number + 1}", f"{node.output[0]}_axis"]
+        found.append(
+            helper.make_node("Slice", [node.input[0], *ends], [reader.output[0]], name=f"{node.name}_{number}")
+        )
+    return found
+
+
+def _is_number(name: str, graph: GraphProto) -> bool:
+    """Return whether a computed tensor is known to be a single number."""
+    typed = next((info.type.tensor_type for info in graph.value_info if info.name == name), None)
+    return typed is not None and typed.HasField("shape") and not typed.shape.dim
 
 
 def _as_split(

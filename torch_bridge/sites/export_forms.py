@@ -5,9 +5,11 @@ It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axe
 computed in the dtype of the input, where torch casts the input. A dropout that drops nothing returns its very argument;
 traced as an op, what is written into its result would be missing from the argument; so would what is written into an
 einsum that only moves the axes of its operand, which torch returns as a view. Of an embedding of bags it writes a Loop.
+An einsum of several dtypes it writes as it is, which ONNX does not know.
 """
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from string import ascii_letters
 from typing import Any
 
@@ -149,6 +151,18 @@ def _einsum_of_views(*args: Any) -> Tensor:
     return x.permute([axes.index(label) for label in (*first_kept, *open_axes, *last_kept)])
 
 
+def _einsum_of_one_type(*args: Any) -> Tensor:
+    """Return an einsum of operands of several dtypes, as of positions and frequencies, in the one that torch gives."""
+    equation, operands = _equation_and_operands(args)
+    dtype = reduce(torch.promote_types, (operand.dtype for operand in operands))
+    return torch.einsum(equation, *(operand.to(dtype) for operand in operands))
+
+
+def _has_types(args: tuple[Any, ...]) -> bool:
+    """Return whether the operands of an einsum have more than one dtype."""
+    return len({operand.dtype for operand in _equation_and_operands(args)[1]}) > 1
+
+
 def _moves_axes(args: tuple[Any, ...]) -> bool:
     """Return whether an einsum has one operand and adds up none of its values: torch returns a view of it."""
     equation, operands = _equation_and_operands(args)
@@ -191,6 +205,8 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return _native_batch_norm
     if func is torch.einsum and _moves_axes(args):
         return _einsum_of_views
+    if func is torch.einsum and _has_types(args):
+        return _einsum_of_one_type
     if func is F.embedding_bag and _is_of_bags(*args, **kwargs):
         return _embedding_bag
     if func is F.bilinear:

@@ -34,6 +34,8 @@ ONNX_NAMES = MappingProxyType(
 #: dtypes that the codes of integer kernels are stored in
 _BYTES = frozenset({"int8", "uint8"})
 
+NO_ELEMENTS = "it has no elements"
+
 
 class PlanningContext:
     """The facts that the steps of `make_plan` share."""
@@ -53,7 +55,8 @@ class PlanningContext:
         )
         self.groups = self._wanted_groups(result.groups)
         counted = becomes_integers(graph)
-        no_grid = {**guarded_divisors(graph), **counted, **infinite_tensors(graph)}
+        empty = {t: NO_ELEMENTS for t, facts in enumerate(graph.tensors) if facts.is_float and 0 in (facts.shape or ())}
+        no_grid = {**guarded_divisors(graph), **counted, **infinite_tensors(graph), **empty}
         self.steers |= {**self._outside_groups(no_grid), **self.coarse}
         for op, group in self.groups.items():
             self.operands[op] = operands_of(graph, op, group.roles)

@@ -279,6 +279,26 @@ def test_the_exponentials_of_a_softmax_add_up_to_1_as_far_as_grids_leave_it(grid
 # --- parts that share a grid with much larger ones -------------------------------------------------------------------
 
 
+class NoMemory(nn.Module):
+    """Joins memory tokens to its input, of which it has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.memory = nn.Linear(4, 4), nn.Parameter(torch.zeros(1, 0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory.expand(len(x), -1, -1) * 2
+        return self.last(torch.cat([memory, x], 1)) + memory.sum()
+
+
+def test_a_tensor_without_elements_stays_float():
+    x = seeded(2, 3, 4)
+    for sim in sims(NoMemory(), x):
+        calibrate(sim, [x if hasattr(sim, "model") else x.numpy()], progress=False)
+        rows = [row for row in sim.coverage().rows if row["reason"] == "it has no elements"]
+        assert {row["state"] for row in rows} == {"float"}
+
+
 class InOneTensor(nn.Module):
     """Boxes and scores that enter as one tensor."""
 

@@ -96,6 +96,22 @@ def test_a_split_along_a_dynamic_axis_is_left_alone():
     np.testing.assert_array_equal(run(simplified), run(model))
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_split_into_parts_of_a_computed_size_becomes_slices(place):
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        helper.make_node("Size", ["x"], ["elements"]),
+        helper.make_node("Div", ["elements", "ten"], ["size"]),
+        helper.make_node("SplitToSequence", ["r", "size"], ["s"], axis=0),
+        helper.make_node("SequenceAt", ["s", "place"], ["y"]),
+    ]
+    model = model_of(nodes, {"ten": np.int64(10), "place": np.int64(place)}, ["batch", 5])
+    model.graph.value_info.append(helper.make_tensor_value_info("size", TensorProto.INT64, []))
+    simplified = simplify(model)
+    assert {node.op_type for node in simplified.graph.node} == {"Relu", "Size", "Div", "Mul", "Slice"}
+    np.testing.assert_array_equal(run(simplified), run(model))
+
+
 def test_only_the_static_part_of_a_shape_is_folded():
     nodes = [
         helper.make_node("Shape", ["x"], ["columns"], start=1),

@@ -113,3 +113,24 @@ def test_an_op_of_half_precision_is_rounded_once_in_the_sim_as_in_the_file(dtype
     found = zip(names, file.run(x.float().numpy()), sim.run(x), strict=True)
     off = {name: float((np.asarray(got, np.float32) != own.float().numpy()).mean()) for name, got, own in found}
     assert {name: share for name, share in off.items() if share > 0.015} == {}
+
+
+class OfPositions(nn.Module):
+    """Angles of integer positions, by an einsum of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.rand(8))
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1])
+        return self.fc(x) * torch.einsum("i,j->ij", positions, self.frequencies).sin()
+
+
+def test_an_einsum_of_integers_and_floats_computes_in_floats(tmp_path):
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    sim = qsdk.quantize(OfPositions().eval(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False).summary["passed"]
