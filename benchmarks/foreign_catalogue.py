@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from foreign_further import attention, sounds, tables
 from foreign_images import detection, image_models
 from foreign_makers import SMALL, Batch, Foreign, configured, diffusing, image, keyed, made, normal, positional, tokens
+from foreign_texts import pictures, texts
 from torch import nn
 
 UNET = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "sample_size": 16}
@@ -315,4 +317,5 @@ def encoder(path: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
 def catalogue() -> dict[str, Foreign]:
     """Return every module by its name."""
     found = [*sequences(), *audio(), *diffusion(), *detection(), *image_models()]
+    found += [*attention(), *tables(), *sounds(), *texts(), *pictures()]
     return {foreign.name: foreign for foreign in found}

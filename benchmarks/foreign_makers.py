@@ -5,6 +5,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Without(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return type(name, (nn.Module,), {"BaseModel": nn.Module, "INTERN": ()})
 
 
 def shim_libraries() -> None:
@@ -49,9 +50,43 @@ def shim_libraries() -> None:
 
 
 def shim_torchaudio() -> None:
-    """Let speechbrain be imported without torchaudio, whose functions these models do not call."""
-    for name in ("torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi", "torchaudio.transforms"):
+    """Let libraries of sounds be imported without what reads files of sounds, which these models do not call."""
+    for name in NOT_NEEDED:
         sys.modules.setdefault(name, Without(name))
+
+
+NOT_NEEDED = (
+    "torchaudio",
+    "torchaudio.compliance",
+    "torchaudio.compliance.kaldi",
+    "torchaudio.transforms",
+    "torchaudio.functional",
+    "torchaudio.functional.functional",
+    "librosa",
+    "librosa.util",
+    "librosa.filters",
+    "soundfile",
+    "audiotools",
+    "audiotools.ml",
+    "torchlibrosa",
+    "pesq",
+    "pystoi",
+    "pb_bss_eval",
+    "torch_stoi",
+    "descript_audiotools",
+    "resampy",
+)
+LIBRARIES_OF_SOUND = (
+    "speechbrain",
+    "asteroid",
+    "encodec",
+    "demucs",
+    "vocos",
+    "openunmix",
+    "dac",
+    "torchcrepe",
+    "bs_roformer",
+)
 
 
 SHIMS: list[Any] = []
@@ -63,9 +98,9 @@ def made(path: str, *args: Any, **options: Any) -> Callable[[], nn.Module]:
 
     def make() -> nn.Module:
         shim_libraries()
-        if module.startswith("speechbrain"):
+        if module.startswith(LIBRARIES_OF_SOUND):
             shim_torchaudio()
-        found: nn.Module = getattr(importlib.import_module(module), name)(*args, **options)
+        found: nn.Module = attrgetter(name)(importlib.import_module(module))(*args, **options)
         return found
 
     return make

@@ -1,12 +1,12 @@
-"""How far modules of other libraries come: quantize, calibrate, export, session, parity, a training step, to_integer.
+"""How far modules of other libraries come: quantize, calibrate, export, session, parity, reopen, train, to_integer.
 
 The modules of `foreign_catalogue.py`, with random weights, each in a process of its own. Install their libraries beside
 qsdk first: `.venv/bin/pip install --no-deps --target FOLDER -r benchmarks/foreign_modules.txt`, then
 `PYTHONPATH=FOLDER .venv/bin/python benchmarks/foreign_modules.py --out rows.jsonl`.
 One JSON line per module: its `library`, the steps that it `passed` and those that `failed` with the start of the
-error, and `sim_db`, `session_db`, `weights_lsb`, `activations_lsb`, `integer_lsb` and `integer_db`, where each was
-reached. The last line of the standard output counts the modules that passed each step. `--only timm/res` chooses by
-the start of names.
+error, and `sim_db`, `session_db`, `weights_lsb`, `activations_lsb`, `reopened_db`, `integer_lsb` and `integer_db`,
+where each was reached. The last line of the standard output counts the modules that passed each step. `--only timm/res`
+chooses by the start of names, `--table rows.jsonl` prints the rows of a file as a table of what does not go.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import qsdk
 
-STEPS = ("build", "quantize", "calibrate", "export", "session", "parity", "train", "to_integer")
+STEPS = ("build", "quantize", "calibrate", "export", "session", "parity", "reopen", "train", "to_integer")
 Row = dict[str, Any]
 
 
@@ -125,6 +125,14 @@ class Road:
         if not report["passed"]:
             raise AssertionError(f"parity not passed: {report}")
 
+    def reopen(self) -> None:
+        """Open the file with the encodings that it has, and simulate it."""
+        again = qsdk.quantize(str(self.path), None)
+        found = again(*(tensor.numpy() for tensor in self.inputs))
+        self.row["reopened_db"] = sqnr(self.simulated, [value for value in found if value.dtype.kind == "f"])
+        if not self.row["reopened_db"] >= min(60.0, self.row.get("session_db", 60.0) - 1):
+            raise AssertionError(f"the file opened again is {self.row['reopened_db']} dB from the sim")
+
     def train(self) -> None:
         """Take a training step, and see that the sim still exports."""
         with self.sim.training(learn_scales=True) as model:
@@ -178,6 +186,18 @@ def in_own_process(name: str, seconds: int) -> Row:
     return dict(json.loads(lines[-1]))
 
 
+def table(rows: list[Row]) -> str:
+    """Return how many modules pass each step, and the first error of each step that a module fails."""
+    counts = Counter(step for row in rows for step in row["passed"])
+    lines = ["| " + " | ".join(["modules", *STEPS]) + " |", "|" + "---|" * (len(STEPS) + 1)]
+    lines += ["| " + " | ".join(str(n) for n in [len(rows), *(counts[step] for step in STEPS)]) + " |", ""]
+    lines += ["| module | step | why |", "|---|---|---|"]
+    for row in sorted(rows, key=lambda row: str(row["name"])):
+        for name, why in row["failed"].items():
+            lines.append(f"| {row['name']} | {name} | {why.split('; ')[0].replace('|', ' ')[:240]} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure the chosen modules."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -186,7 +206,11 @@ def main() -> None:
     parser.add_argument("--out", help="a file that takes each row as it is found, and whose names are not run again")
     parser.add_argument("--seconds", type=int, default=900, help="time limit of one module")
     parser.add_argument("--trace", action="store_true", help="print the traceback of every error")
+    parser.add_argument("--table", help="print the rows of a file as a table")
     options = parser.parse_args()
+    if options.table:
+        print(table([json.loads(line) for line in Path(options.table).read_text().splitlines()]))
+        return
     if options.one:
         print(json.dumps(travel(catalogue()[options.one])))
         return
