@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,15 +74,18 @@ class Observers:
             low, high = (end.float().cpu().numpy() for end in ends)
             require_finite(site, number, low, high)
             self.statistics.add(site, low, high)
-        for site, axis, largest in self._parts:
-            self.statistics.add_parts(site, axis, largest.float().cpu().numpy())
-        self._channels, self._parts = [], []
-        if not self._pending:
+        parts, self._channels, self._parts = self._parts, [], []
+        waiting = [*self._pending, *(largest for _, _, largest in parts)]
+        if not waiting:
             return
-        device = self._pending[0].device
-        values = torch.stack([value.to(device, torch.float32) for value in self._pending]).tolist()
+        # all in one copy, so that the host waits for its device once
+        values = torch.cat([value.to(waiting[0].device, torch.float32).reshape(-1) for value in waiting]).tolist()
+        at = len(self._pending)
+        for site, axis, largest in parts:
+            self.statistics.add_parts(site, axis, np.array(values[at : at + len(largest)], np.float32))
+            at += len(largest)
         seen: dict[str, list[tuple[float, float]]] = {}
-        for (site, is_high), value in zip(self._pending_sites, values, strict=True):
+        for (site, is_high), value in zip(self._pending_sites, values, strict=False):
             require_finite(site, number, value)
             calls = seen.setdefault(site, [])
             if is_high:  # the first value of every call
