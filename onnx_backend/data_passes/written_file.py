@@ -36,6 +36,7 @@ from qsdk.core.report import Report
 
 Array = npt.NDArray[Any]
 _MOST = 2**30  # bytes of a file; a session takes two to three times as much
+_MEASURED = (1, 31)  # the oldest version whose default level the tables of forms were measured on
 _FEW = 2**24  # bytes of a file for which more threads than one take longer to start than they save
 _LOWER: tuple[Level, ...] = ("extended", "basic", "none")
 _NAMES = {"extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC", "none": "ORT_DISABLE_ALL"}
@@ -96,6 +97,8 @@ def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) 
         found = f"in an ordinary session of ONNX Runtime {ort.__version__} it {error}"
         if not strict:
             return found
+        if tuple(int(part) for part in ort.__version__.split(".")[:2]) < _MEASURED:
+            return f"{found}; files are written for ONNX Runtime {'.'.join(map(str, _MEASURED))} and later"
         lower_ones = _LOWER if isinstance(error, _UnloadableError) else ()
         level = next((level for level in lower_ones if _opens(file.staged, level)), None)
         lower = f", for sessions at {_NAMES[level]}" if level else ""

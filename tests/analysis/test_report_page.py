@@ -84,7 +84,7 @@ def files(batches, tmp_path_factory):
     network = nn.Sequential(nn.Conv2d(1, 6, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(294, 5)).eval()
     qsdk.export(qsdk.quantize(network, batches[0], qsdk.w8a8().skip("*")), folder / "float.onnx")
     arrays = [batch.numpy() for batch in batches]
-    qsdk.export(calibrated(folder / "float.onnx", None, arrays, qsdk.w4a8()), folder / "w4.onnx")
+    qsdk.export(calibrated(folder / "float.onnx", None, arrays, qsdk.w4a8()), folder / "w4.onnx", prefer="size")
     return folder, arrays
 
 

@@ -140,7 +140,7 @@ def test_a_tied_table_gets_a_copy_that_is_exported_saved_and_not_forgotten(tied,
 @pytest.mark.slow
 def test_a_rule_for_a_tied_weight_counts_for_the_copy():
     model, x = model_and_input("tied llama")
-    config = qsdk.w4a8(block_size=8).override("*lm_head:weight", weight="int8")
+    config = qsdk.w4a8(block_size=4).override("*lm_head:weight", weight="int8")
     sim = qsdk.quantize(model, (x,), replace(config, only_linear=True))
     assert sim.plan.decisions["model.lm_head:weight"].state == "float"  # the embedding's table, which it is still
     qsdk.rotate(sim, progress=False)

@@ -121,13 +121,16 @@ def _require_dtypes(context: PlanningContext, decisions: Iterable[Decision]) -> 
         index: rule for index, rule in enumerate(rules) if rule.is_specific and not (rule.optional or rule.accepted)
     }
     by_site = {decision.site: decision for decision in decisions}
+    # a shared parameter under its second name: the rule is for the copy that `rotate` may make of it
+    graph = context.graph
+    copies = {site for site, tensor in graph.sites.items() if graph.constant_root(tensor) not in (None, tensor)}
     matched: dict[int, dict[str, Decision]] = {index: {} for index in judged}
     for place in context.places() if judged else ():
         known = {site: by_site[site] for site in place.sites if site in by_site}
         for index in matched.keys() & set(matcher.matching(place)):
             matched[index] |= known
     for index, rule in judged.items():
-        found = list(matched[index].values())
+        found = [decision for site, decision in matched[index].items() if site not in copies]
         refused = without_effect(rule, found) if {d.rule for d in found} <= {"default", str(rule)} else None
         if refused is not None:
             raise ConfigError(f"the rule {rule} has no effect: {stays(refused)}; leave the rule out")

@@ -192,6 +192,7 @@ PARTS: list[Any] = [None, 0, -1, 1.5, "True", "", "Conv", [], ["Conv"], {}, {"mi
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:config.*ONNX has no op type:UserWarning")
 @settings(max_examples=500)
 @given(name=st.sampled_from(ALIASES), seed=st.integers(0, 2**32 - 1))
 def test_a_file_with_anything_in_the_wrong_place_is_read_or_refused_by_name(name: str, seed: int):

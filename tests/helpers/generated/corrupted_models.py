@@ -250,4 +250,6 @@ def verdict(case: Exported, corruption: Corruption) -> str:
         return "missed"
     wrong = [row for row in report.rows if row["max_lsb"] > (0 if row["kind"] in ("weight", "bias", "constant") else 1)]
     told = [f"{row['site']} {row.get('note', '')}" for row in wrong]
-    return "found" if any(name in text for text in told for name in corruption.names) else "elsewhere"
+    # of a weight in another form than a pair, the site is the part of a name in front of "/"
+    names = {*corruption.names, *(name.partition("/")[0] for name in corruption.names if ":" in name)} - {""}
+    return "found" if any(name in text for text in told for name in names) else "elsewhere"
