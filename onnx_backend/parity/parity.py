@@ -12,7 +12,7 @@ from onnx_backend.parity.cuts import Cut, find_cuts
 from onnx_backend.parity.expected_model import ExpectedModel, compare_written
 from onnx_backend.parity.float_outputs import NoisyRuns, Verdict, free_outputs, unexplained, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
-from onnx_backend.parity.tally import FLOATS, OutputNoises, Tally, float_lsb, in_units, last_place, lsb
+from onnx_backend.parity.tally import FLOATS, NOT_CAPTURED, OutputNoises, Tally, float_lsb, in_units, last_place, lsb
 from onnx_backend.parity.teacher import RunOn, Teacher, raw_inputs
 from onnx_backend.passes.decided_sizes import constant_sites
 from onnx_backend.proto.graph_queries import producers
@@ -189,7 +189,7 @@ def _compare_presence(
     given = set(batch) - set(inputs)
     for cut in cuts:
         if cut.site not in given and cut.site not in moving:
-            tallies[cut.site].fail("the simulation captured nothing here")
+            tallies[cut.site].fail(NOT_CAPTURED)
     stored = {site for site, tally in tallies.items() if tally.kind in _STORED}
     for site in sorted(given - stored - {cut.site for cut in cuts}):
         tallies.setdefault(site, Tally("activation")).fail("the model has no such site")

@@ -17,6 +17,10 @@ _MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 FLOATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
+#: the note of a site that a run of the simulation does not reach, as where a branch depends on values
+NOT_CAPTURED = "the simulation captured nothing here"
+
+
 @dataclass
 class Tally:
     """The differences found at one site so far."""

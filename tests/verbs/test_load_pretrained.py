@@ -133,7 +133,7 @@ def test_a_model_of_ones_own_is_read_by_its_owner(tmp_path: Path):
     sim = qsdk.quantize(Mine(hf.BertConfig(**SMALL, max_position_embeddings=16)).eval(), inputs(0))
     qsdk.calibrate(sim, [inputs(1)], progress=False)
     sim.model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no class Mine, .* model=MyModel\.from_pretrained"):
+    with pytest.raises(ConfigError, match=r"no class Mine of models.* model=MyModel\.from_pretrained"):
         qsdk.load_pretrained(tmp_path)
     require_same(qsdk.load_pretrained(tmp_path, model=Mine.from_pretrained(tmp_path)), sim)
     with pytest.raises(ConfigError, match=r"device_map: options are for reading the model, which is given"):
