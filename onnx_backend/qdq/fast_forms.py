@@ -107,7 +107,7 @@ class _Writer:
     def is_dynamic(self, layer: NodeProto) -> bool:
         """Return True for a product of a dynamically quantized tensor and a stored matrix."""
         pair, weight = (self.known.makers.get(name) for name in layer.input[:2])
-        if pair is None or weight is None or pair.op_type != "DequantizeLinear":
+        if pair is None or weight is None or {pair.op_type, weight.op_type} != {"DequantizeLinear"}:
             return False
         quantize, codes = self.known.makers.get(pair.input[0]), self._stored(weight, _BYTES)
         if quantize is None or quantize.op_type != "DynamicQuantizeLinear" or pair.input[:] != quantize.output[:]:

@@ -62,7 +62,7 @@ def test_what_counts_as_the_same_output(printed: str, shown: str, fine: bool):
     ("printed", "shown", "written"),
     [
         ("accuracy 0.941\n", "accuracy 0.938\n", "accuracy 0.938\n"),
-        ("145345 bytes\n", "145300 bytes\n", "145345 bytes\n"),
+        ("145345 bytes\n", "144300 bytes\n", "145345 bytes\n"),
         ("one 1\ntwo 2 of 3\n4 of 5\n", "...\ntwo 3 ...\n4 of 6\n", "...\ntwo 2 ...\n4 of 5\n"),
         ("two 2\n", "...\none 1\n", "...\none 1\n"),
     ],
