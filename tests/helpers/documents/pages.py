@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-_VERSIONS = 0.002
+_VERSIONS = 0.005
 _RELATIVE, _ABSOLUTE = 0.01, 0.02  # what threads and processors may move a decimal fraction by; all else is exact
 
 
@@ -160,6 +160,6 @@ def _same_word(printed: str, shown: str) -> bool:
 def _same_number(printed: str, shown: str) -> bool:
     found, wanted = (float(number.replace(",", "")) for number in (printed, shown))
     if not ("." in printed and "." in shown):
-        # bytes of files that hold the names of versions
+        # bytes of files that hold the names of versions and paths
         return printed == shown or ("." not in printed + shown and abs(found - wanted) <= _VERSIONS * wanted)
     return abs(found - wanted) <= _ABSOLUTE + _RELATIVE * abs(wanted)
