@@ -8,21 +8,24 @@ Both compute the same numbers: the first up to the rounding of sums in float32, 
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.dialects.readers import Readers
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import (
     attributes,
     drop_unused_initializers,
     metadata,
+    node_label,
     replace_nodes,
     set_metadata,
 )
 from onnx_backend.proto.subgraphs import reads
+from qsdk.core.errors import FileFormatError
 
 FORM_KEY = "qsdk.stands_for"  # metadata of the last node of a form: the nodes that it stands for, serialized
 _PART_KEY = "qsdk.part_of"  # metadata of its other nodes: what the last one makes
@@ -45,8 +48,12 @@ def write_fast_forms(model: ModelProto) -> None:
 
 
 def with_pairs(model: ModelProto) -> ModelProto:
-    """Return the model, or a changed copy, with the nodes that `write_fast_forms` has replaced."""
-    if not any(FORM_KEY in metadata(node) for node in model.graph.node):
+    """Return the model, or a changed copy, with the nodes that `write_fast_forms` has replaced.
+
+    Raises:
+        FileFormatError: a form does not compute what the nodes compute that it says to stand for.
+    """
+    if not any({FORM_KEY, _PART_KEY} & metadata(node).keys() for node in model.graph.node):
         return model
     result = ModelProto()
     result.CopyFrom(model)
@@ -54,16 +61,43 @@ def with_pairs(model: ModelProto) -> ModelProto:
     made = set[str]()
     for node in result.graph.node:
         facts = metadata(node)
-        written = json.loads(facts[FORM_KEY]) if FORM_KEY in facts else None
-        meant = [node] if written is None else [NodeProto.FromString(b64decode(text)) for text in written]
-        for one in meant if _PART_KEY not in facts else ():
+        for one in _meant(node, facts) if _PART_KEY not in facts else ():
             results = set(filter(None, one.output))
             if not made.intersection(results):  # a pair with other readers stands in the file, too
                 nodes.append(one)
                 made |= results
     replace_nodes(result.graph, nodes)
     drop_unused_initializers(result.graph)
+    again = ModelProto()
+    again.CopyFrom(result)
+    write_fast_forms(again)
+    if _forms_of(again) != _forms_of(model):
+        raise FileFormatError(
+            f"the nodes that {FORM_KEY} notes are not those that stand in the file; it was changed, export it again"
+        )
     return result
+
+
+def _meant(node: NodeProto, facts: Mapping[str, str]) -> list[NodeProto]:
+    """Return the nodes that a node stands for, or the node itself."""
+    if FORM_KEY not in facts:
+        return [node]
+    try:
+        return [NodeProto.FromString(b64decode(text)) for text in json.loads(facts[FORM_KEY])]
+    except Exception as error:  # of json, base64 or protobuf, whose type has no stubs
+        raise FileFormatError(
+            f"the node {node_label(node)!r} has a damaged {FORM_KEY}; export the file again"
+        ) from error
+
+
+def _forms_of(model: ModelProto) -> dict[str, bytes]:
+    """Return the nodes of forms by their first result, and the shapes that they read."""
+    noted = [node for node in model.graph.node if {FORM_KEY, _PART_KEY} & metadata(node).keys()]
+    read = {name for node in noted for name in node.input if node.op_type == "Reshape"}
+    shapes = {
+        t.name: array(t).tobytes() for t in model.graph.initializer if t.name in read and t.name.endswith("/shape")
+    }
+    return {node.output[0]: node.SerializeToString(deterministic=True) for node in noted} | shapes
 
 
 class _Writer:

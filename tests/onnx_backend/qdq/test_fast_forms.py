@@ -101,3 +101,25 @@ def test_frozen_encodings_are_frozen_in_the_file(tmp_path):
     sim.freeze("0:weight")
     qsdk.export(sim, tmp_path / "m.onnx")
     assert [encoding.frozen for encoding in qsdk.quantize(tmp_path / "m.onnx", None).encodings.values()] == [True]
+
+
+@pytest.mark.parametrize("key", ["qsdk.stands_for", "qsdk.part_of"])
+def test_a_form_that_was_changed_is_refused(key, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    sim = qsdk.quantize(torch.nn.Linear(8, 4), x, qsdk.w8a8().override("*", dynamic_activations=True))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    node = (
+        next(n for n in model.graph.node if n.op_type == "Mul" and any(e.key == key for e in n.metadata_props))
+        if (key == "qsdk.part_of")
+        else next(n for n in model.graph.node if any(e.key == key for e in n.metadata_props))
+    )
+    if key == "qsdk.part_of":
+        node.op_type = "Div"
+    else:
+        next(e for e in node.metadata_props if e.key == key).value = '["%"]'
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(qsdk.FileFormatError, match=r"stands_for.*export"):
+        qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False)
