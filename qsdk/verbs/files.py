@@ -49,7 +49,7 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.parameters import main_dtype
 from torch_bridge.torch_values.relu6 import remove_bounds
-from torch_bridge.torch_values.rotated_modules import rotate_input, untie
+from torch_bridge.torch_values.rotated_modules import ROTATION, rotate_input, untie
 
 
 def save_encodings(
@@ -347,6 +347,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
         untie(model, untied)
     for layer, sizes in online.items():
         rotate_input(model.get_submodule(layer), [np.eye(size) for size in sizes])  # the file has the values
+        first = first.override(f"{layer}.{ROTATION}", weight="float32")  # blocks need not divide it
     sim = quantize(model, given, first, dynamic_shapes=given.dynamic_shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
     sim.untied = untied

@@ -64,9 +64,7 @@ def _require_whole_blocks(decisions: Iterable[Decision]) -> None:
     Raises:
         ConfigError: names the layers, and the sizes that divide.
     """
-    # the factors of an online rotation are in no layer of the checkpoint
-    layers = [d for d in decisions if not owner_of(d.site).endswith(".rotation")]
-    blocks = [(d, d.spec.granularity) for d in layers if d.spec and isinstance(d.spec.granularity, PerBlock)]
+    blocks = [(d, d.spec.granularity) for d in decisions if d.spec and isinstance(d.spec.granularity, PerBlock)]
     lengths = {d.site: (d.shape[by.axis], by.size) for d, by in blocks if d.shape is not None}
     known = {site: (length, size) for site, (length, size) in lengths.items() if isinstance(length, int)}
     wrong = {site: (length, size) for site, (length, size) in known.items() if length % size}
