@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from onnx_backend.data_passes.overflow import overflow_reason
 from onnx_backend.opening.normalize_qdq import normalize_qdq
+from onnx_backend.parity.cuts import right_behind
 from onnx_backend.parity.float_outputs import NoisyRuns, unexplained, verdict
 from onnx_backend.parity.tally import NOT_CAPTURED, OutputNoises
 from onnx_backend.proto.external_data import array
@@ -137,8 +138,12 @@ def _compared(
         raise _WrongError(f"cannot be compared with the sim: {error}") from error
     apart = partial(_apart, got, example)
     wrong = [row for row in report.rows if row.get("note") or row["max_lsb"] > 1]
-    if left_out := [row["site"] for row in wrong if row.get("note") == NOT_CAPTURED]:
-        return f"{apart()}: on the example the model leaves out {left_out[0]}, which the file computes"
+    left_out = [row["site"] for row in wrong if row.get("note") == NOT_CAPTURED]
+    not_comparable = {*left_out, *right_behind(opened, left_out)}
+    wrong = [row for row in wrong if row["site"] not in not_comparable]
+    if left_out and not wrong:
+        others = f" and {len(left_out) - 1} others" if left_out[1:] else ""
+        return f"{apart()}: on the example the model leaves out {left_out[0]}{others}, which the file computes"
     try:
         explained = not wrong and _explained(opened, feeds, got, example.outputs)
     except QsdkError as error:

@@ -68,6 +68,17 @@ def chosen_behind(model: ModelProto, cuts: Sequence[Cut]) -> dict[str, set[str]]
     return found
 
 
+def right_behind(model: ModelProto, sites: Collection[str]) -> set[str]:
+    """Return the sites and the outputs (`name:output`) that a path from one of these reaches with no other between."""
+    read_at = {cut.read: cut.site for cut in find_cuts(model)}
+    reached, found = {name for name, site in read_at.items() if site in sites}, set[str]()
+    for node in model.graph.node if reached else ():
+        if reached.intersection(reads(node)):
+            found |= {read_at[name] for name in node.output if name in read_at}
+            reached |= {name for name in node.output if name not in read_at}
+    return found | {f"{value.name}:output" for value in model.graph.output if value.name in reached}
+
+
 def find_cuts(model: ModelProto) -> list[Cut]:
     """Return the activation sites of a Q/DQ model, float16 and bfloat16 ones included, in graph order."""
     cuts = []

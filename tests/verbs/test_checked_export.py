@@ -109,6 +109,30 @@ def test_a_file_that_computes_something_else_is_refused_with_the_site(tmp_path, 
     assert re.search(r"at the worst output: the sim runs on cuda, layer:output: \d+ steps off", said)
 
 
+class Masked(nn.Module):
+    """A convolution, and a mask that is left out where it hides nothing, though the trace has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x, hidden):
+        x = self.conv(x)
+        return (x - hidden * 5 if torch.compiler.is_compiling() or bool(hidden.any()) else x).sigmoid()
+
+
+def test_a_site_that_the_example_leaves_out_hides_no_site_that_is_wrong(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, 8)
+    sim = qsdk.quantize(Masked().eval(), (x, torch.zeros(2, 1, 1, 1)), qsdk.w8a16().override("conv", weight="float32"))
+    qsdk.calibrate(sim, [(x, torch.ones(2, 1, 1, 1))], progress=False)
+    said = qsdk.export(sim, tmp_path / "q.onnx").summary["default_session"]
+    assert said.endswith("leaves out mul.0:output and 1 others, which the file computes")
+    without_barriers(monkeypatch)
+    with pytest.raises(ExportError, match=r"something else than the simulation, conv:output: \d+ steps off"):
+        qsdk.export(sim, tmp_path / "wrong.onnx")
+
+
 def test_a_difference_that_no_rounding_explains_is_told_where_no_site_is(tmp_path):
     weight = RNG.normal(size=(64, 64))
     sim = qsdk.quantize(
