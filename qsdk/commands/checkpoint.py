@@ -53,6 +53,7 @@ def quantize_folder(options: Namespace) -> int:
         verbs=require_verbs(options.verbs.split(","), given_as="--verbs"),
         method=options.method,
         opset=options.opset,
+        prefer=options.prefer,
         dialect=options.dialect or "onnxruntime",
         format=options.format,
         progress=sys.stderr.isatty() and not options.json,

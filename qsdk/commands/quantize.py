@@ -108,9 +108,10 @@ def _require_out(options: Namespace) -> None:
 
 def _exported(sim: Sim, options: Namespace) -> Report:
     if _writes_folder(options):
-        return export(sim, options.out, format="compressed-tensors")
+        return export(sim, options.out, format="compressed-tensors", prefer=options.prefer)
     shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
-    return export(sim, options.out, opset=options.opset, dialect=options.dialect or "onnxruntime", shapes=shapes)
+    form: dict[str, Any] = {"opset": options.opset, "prefer": options.prefer}
+    return export(sim, options.out, dialect=options.dialect or "onnxruntime", shapes=shapes, **form)
 
 
 def _opened(options: Namespace) -> _Opened:

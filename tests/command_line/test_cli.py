@@ -164,6 +164,14 @@ def test_random_data_says_that_it_is_not_for_deployment(at: Path, capsys):
     assert (at / "m.onnx").read_bytes() != first
 
 
+def test_weights_of_4_bits_are_packed_where_size_is_preferred(at: Path, capsys):
+    command = ("quantize", "float.onnx", at / "m.onnx", "--data", "images.npz", "--config", "w4a8")
+    fast, small = (document(capsys, *command, "--prefer", word)["summary"] for word in ("speed", "size"))
+    assert fast["bytes_if_packed"] < fast["bytes"]
+    assert "bytes_if_packed" not in small
+    assert small["bytes"] < fast["bytes"]
+
+
 def test_what_is_not_used_of_a_file_is_said(at: Path, capsys):
     code, _, err = said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "labelled.npz")
     assert code == 0

@@ -49,6 +49,13 @@ def add_quantize(commands: Any) -> None:
         help="the runtime that is to read the file (default: onnxruntime, with the config as it is); what it cannot "
         "have is changed before calibration; for onnxruntime, int8 weights become uint8, exact on every processor",
     )
+    quantize.add_argument(
+        "--prefer",
+        choices=("speed", "size"),
+        default="speed",
+        help="size: two 4-bit weights share a byte beside quantized activations too, where no integer kernel of ONNX "
+        "Runtime reads them (default: speed)",
+    )
     quantize.set_defaults(run="qsdk.commands.quantize:run")
 
 
