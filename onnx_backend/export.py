@@ -27,9 +27,7 @@ from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import Check, write_file, write_sharing
-from onnx_backend.qdq.code_tables import look_up_codes
 from onnx_backend.qdq.fast_forms import with_pairs, write_fast_forms
-from onnx_backend.qdq.folded_pads import fold_pads
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_options
 from onnx_backend.qdq.insert import lower
@@ -116,9 +114,7 @@ def write_model(
         _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
         for model, form in zip(models.values(), forms, strict=True):
             if writing_of(dialect).for_onnxruntime:
-                look_up_codes(model)  # these forms have no node for a site's facts
-                fold_pads(model)
-                write_fast_forms(model)
+                write_fast_forms(model)  # which have no node for a site's facts
             _require_valid(model, form["fixed_shapes"])
         files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use, "check": check}
         if parts is None:

@@ -6,9 +6,10 @@ Whoever reads a note later relies on its form.
 import json
 import math
 import re
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import TypeGuard, get_args
 
 from onnx import ModelProto, NodeProto
 
@@ -94,28 +95,16 @@ def _is_island(text: str) -> bool:
     )
 
 
-def _is_padded(text: str) -> bool:
-    """Return whether a text says the Pad and the pair that a convolution's own padding stands for."""
+def _is_nodes(text: str) -> bool:
+    """Return whether a text says the nodes that a node stands for."""
     found = _parsed(text)
-    if not isinstance(found, dict) or found.keys() != {
-        "pad",
-        "quantize",
-        "dequantize",
-        "pads",
-        "own",
-        "inputs",
-        "facts",
-    }:
+    try:
+        return bool(found) and _is_texts(found) and all(NodeProto.FromString(b64decode(one)).output for one in found)
+    except Exception:  # of base64 or protobuf, whose type has no stubs
         return False
-    sizes = [found["pads"], found["own"] if found["own"] is not None else []]
-    numbers = all(isinstance(size, list) and all(type(n) is int and 0 <= n < 2**31 for n in size) for size in sizes)
-    named = all(_is_texts(found[name]) and len(found[name]) == 2 for name in ("pad", "quantize", "dequantize"))
-    facts = found["facts"]
-    sound = isinstance(facts, dict) and all(isinstance(value, str) for value in facts.values())
-    return numbers and named and sound and found["inputs"] in (2, 3) and len(found["pads"]) > 4
 
 
-def _is_texts(found: object) -> bool:
+def _is_texts(found: object) -> TypeGuard[list[str]]:
     return isinstance(found, list) and all(isinstance(item, str) for item in found)
 
 
@@ -159,8 +148,7 @@ _NODE_NOTES: Mapping[str, Callable[[str], bool]] = {
     "qsdk.kind": _KINDS.__contains__,
     "qsdk.perm": _is_axes,
     "qsdk.island": _is_island,
-    "qsdk.padded": _is_padded,
-    "qsdk.table": bool,
+    "qsdk.stands_for": _is_nodes,
     "qsdk.computes_in": _FLOATS.__contains__,
     "qsdk.enters": _FLOATS.__contains__,
     "qsdk.kernel_attributes": _is_dtypes_by_name,

@@ -9,9 +9,7 @@ from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes, set_metadata
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.qdq.code_tables import dequantize_tables
 from onnx_backend.qdq.fast_forms import with_pairs
-from onnx_backend.qdq.folded_pads import unfold_pads
 from onnx_backend.qdq.islands.entries import ENTRY_KEY, cast_site, float_inputs, island_type, narrows
 from onnx_backend.qdq.layer_inputs import with_quantized_inputs
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES, type_of_cast
@@ -137,11 +135,10 @@ def _replace(model: ModelProto, nodes: list[NodeProto], changed: set[str]) -> No
 def as_simulated(model: ModelProto) -> ModelProto:
     """Return a model, or a changed copy, in the form that has each site at a tensor of its own, as the sim has it.
 
-    Nodes of `narrow_islands` become float32 ones between casts, look-ups on codes such in whole tables, and padding of
-    convolutions a Pad where there was one; layers that round their input to int8 have nodes for that.
-    What `fast_forms` has written otherwise is pairs again.
+    Nodes of `narrow_islands` become float32 ones between casts; layers that round their input to int8 have nodes for
+    that. What `fast_forms` has written otherwise is pairs again.
     """
-    model = with_quantized_inputs(unfold_pads(dequantize_tables(with_pairs(model))))
+    model = with_quantized_inputs(with_pairs(model))
     if all(_sites_of(node) is None for node in model.graph.node):
         return model
     result = ModelProto()

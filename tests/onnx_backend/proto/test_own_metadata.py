@@ -14,8 +14,6 @@ import qsdk
 from qsdk.core.errors import FileFormatError
 
 PORTS = '{"inputs":{"0":["0:weight","weight"]},"outputs":{"0":["0:output","activation","y"]}}'
-PADDED = """{"pad": ["p", "y"], "quantize": ["q", "c"], "dequantize": ["d", "z"], "pads": [0, 0, 1, 1, 0, 0, 1, 1],
- "inputs": 2, "own": null, "facts": {}}"""
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +48,7 @@ def noted(model: ModelProto, key: str) -> NodeProto:
         ("qsdk.enters", ["[", "float8"]),
         ("qsdk.perm", ["", "x", "0,0", "1,2", "[[1]]", "0,1,2", "9" * 5000]),
         ("qsdk.kernel_attributes", ["to", "to=int8", ""]),
-        ("qsdk.table", [""]),
-        ("qsdk.padded", ["[", "{}", "null", PADDED.replace("[0, 0, 1", "[-1, 0, 1"), PADDED.replace('"q"', "5")]),
+        ("qsdk.stands_for", ["[", "[]", "null", "[5]", '["%"]', '["AAAA"]', '[""]']),
         ("qsdk.island", ["[", "5", "null", "{}", '{"inputs":5}', "[" * 100_000]),
         ("qsdk.island", [PORTS.replace('"0"', '"7"'), PORTS.replace('"0"', '"-1"'), PORTS.replace(',"y"', "")]),
     ],

@@ -80,7 +80,7 @@ def test_frozen_encodings_stay_frozen(tmp_path):
 
 def test_a_changed_size_of_the_padding_is_refused(tmp_path):
     sim, x, model = written(tmp_path / "model.onnx")
-    conv = next(node for node in model.graph.node if any(entry.key == "qsdk.padded" for entry in node.metadata_props))
+    conv = next(node for node in model.graph.node if any(e.key == "qsdk.stands_for" for e in node.metadata_props))
     next(a for a in conv.attribute if a.name == "pads").ints[:] = [1, 1, 0, 0]
     onnx.save(model, tmp_path / "model.onnx")
     for act in (
@@ -88,5 +88,5 @@ def test_a_changed_size_of_the_padding_is_refused(tmp_path):
         lambda: qsdk.quantize(tmp_path / "model.onnx"),
         lambda: qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "int.onnx", progress=False),
     ):
-        with pytest.raises(qsdk.QsdkError, match=r"node_conv2d_1.*padding \[0, 0, 1, 1\] that qsdk.padded notes"):
+        with pytest.raises(qsdk.QsdkError, match=r"qsdk.stands_for notes .* at '.*conv2d.*'; it was changed"):
             act()
