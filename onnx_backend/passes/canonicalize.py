@@ -7,14 +7,17 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import unique
+from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import node_label, replace_nodes
 from onnx_backend.proto.subgraphs import bodies, reads
 from qsdk.core.errors import ModelError
 
+#: operators of ONNX with a variadic output
+_ANY_NUMBER = frozenset({"If", "Loop", "Scan", "SequenceMap", "Split"})
+
 
 def canonicalize(model: ModelProto) -> None:
-    """Sort nodes, make node names unique, and remove stored tensors from the inputs, in place.
+    """Sort nodes, make node names unique, name results, and remove stored tensors from the inputs, in place.
 
     Raises:
         ModelError: a tensor is made twice or never, or the graph has a circle; names the node.
@@ -32,6 +35,7 @@ def canonicalize(model: ModelProto) -> None:
         if value.name not in known:
             raise ModelError(f"the model's output {value.name!r} is made by no node; export the model again")
     _name_once(graph)
+    _name_results(graph, names_in(graph))
 
 
 def densify(graph: GraphProto) -> None:
@@ -121,3 +125,12 @@ def _name_once(graph: GraphProto) -> None:
             seen.add(node.name)
         for _, body in bodies(node):
             _name_once(body)
+
+
+def _name_results(graph: GraphProto, taken: set[str]) -> None:
+    """Name the results that a node leaves out among as many as it likes: ONNX Runtime ends the process on them."""
+    for node in graph.node:
+        if node.op_type in _ANY_NUMBER:
+            node.output[:] = [name or unique(f"{node.op_type}_left_out", taken) for name in node.output]
+        for _, body in bodies(node):
+            _name_results(body, taken)

@@ -214,3 +214,17 @@ def test_nested_bodies_are_named_by_their_path():
     sites = {row["site"] for row in sim.coverage().rows}
     assert {"(first/then_branch/p)", "(first/then_branch/second/else_branch/o)"} <= sites
     np.testing.assert_array_equal(run(unquantized(sim))[0], run(model)[0])
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_a_part_that_a_split_leaves_out_does_not_end_the_process(left_out):
+    """ONNX Runtime writes to a result of Split, If, Loop or Scan that has no name, at an address of none."""
+    names = ["", "kept"][:: -1 if left_out else 1]
+    nodes = [node("Split", ["x"], names, "parts", axis=1, num_outputs=2), node("Relu", ["kept"], ["y"])]
+    value_of = {"x": (3, 4), "y": (3, 2)}
+    ends = [value(name, TensorProto.FLOAT, shape) for name, shape in value_of.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    sim = qsdk.quantize(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), None)
+    qsdk.calibrate(sim, [X], progress=False)
+    columns = slice(0, 2) if left_out else slice(2, 4)
+    np.testing.assert_allclose(sim(X)[0], X[:, columns].clip(0), atol=0.03)

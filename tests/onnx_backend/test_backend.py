@@ -1,9 +1,8 @@
-"""The package as an ONNX backend: ONNX's own tests, who runs which node, control flow, and what it refuses."""
+"""The package as an ONNX backend: ONNX's own tests, who runs a model, control flow, and what it refuses."""
 
 import importlib
 import subprocess
 import sys
-import unittest
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,94 +12,33 @@ import numpy as np
 import onnx
 import onnx.backend.test
 import pytest
-from onnx import ModelProto, NodeProto, TensorProto, helper, parser
+from onnx import ModelProto, helper, parser
 from onnx.backend.test.loader import load_model_tests
 
 import onnx_backend
-from onnx_backend.evaluator import backend, one_node
-from onnx_backend.evaluator.backend import QsdkBackend, QsdkBackendRep
-from onnx_backend.evaluator.kernels import KERNELS
-from onnx_backend.evaluator.one_node import newest_alike
-from onnx_backend.evaluator.program import ON_RUNTIME
+from onnx_backend import backend
+from onnx_backend.backend import QsdkBackend
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
-
-QUANTIZATION = r"^test_((de|dynamic)?quantizelinear|qlinear(conv|matmul)|convinteger|matmulinteger)(_.*)?_cpu$"
-
-
-@pytest.fixture(scope="module")
-def recording() -> type[QsdkBackend]:
-    class Recording(QsdkBackend):
-        reps: list[QsdkBackendRep] = []  # noqa: RUF012 - one list for the class is what is wanted
-
-        @classmethod
-        def prepare(cls, model: Any, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
-            cls.reps.append(super().prepare(model, device, **kwargs))
-            return cls.reps[-1]
-
-    return Recording
-
-
-@pytest.fixture(scope="module")
-def node_tests(recording: type[QsdkBackend]) -> type[unittest.TestCase]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # making the expected values of other ops warns
-        chosen = onnx.backend.test.BackendTest(recording, __name__).include(QUANTIZATION)
-        return chosen.test_cases["OnnxBackendNodeModelTest"]
-
-
-def run_suite(node_tests: type[unittest.TestCase], *, expanded: bool) -> int:
-    """Run ONNX's tests of the quantization ops and give how many ran."""
-    result = unittest.TestResult()
-    for test in unittest.defaultTestLoader.loadTestsFromTestCase(node_tests):
-        if test.id().endswith("_expanded_cpu") == expanded:
-            test.run(result)
-    assert [(test.id(), text) for test, text in (*result.failures, *result.errors)] == []
-    return result.testsRun - len(result.skipped)
-
-
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("another evaluator was asked")
-
-
-@pytest.mark.slow
-def test_the_tests_of_quantization_ops_pass_with_no_other_evaluator(
-    node_tests: type[unittest.TestCase], recording: Any, monkeypatch: pytest.MonkeyPatch
-):
-    recording.reps.clear()
-    monkeypatch.setattr(one_node, "ReferenceEvaluator", refuse)
-    monkeypatch.setattr(one_node.ort, "InferenceSession", refuse)
-    assert run_suite(node_tests, expanded=False) == 42
-    assert sum(rep.ran.total() for rep in recording.reps) == 42
-    assert {evaluator for rep in recording.reps for evaluator, _ in rep.ran} == {"kernels"}
-
-
-@pytest.mark.slow
-def test_the_expanded_tests_quantize_with_no_other_evaluator(node_tests: type[unittest.TestCase], recording: Any):
-    recording.reps.clear()
-    assert run_suite(node_tests, expanded=True) == 3
-    ran = [key for rep in recording.reps for key in rep.ran]
-    assert ran.count(("kernels", "QuantizeLinear")) == 3
-    assert all(evaluator == "kernels" for evaluator, op_type in ran if op_type in KERNELS)
 
 
 @pytest.mark.nightly
 def test_every_node_test_passes_that_anybody_passes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     benchmark = importlib.import_module("backend_tests")
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         cases = load_model_tests(kind="node")
-        found, table = benchmark.measured(cases), benchmark.derived_table(cases)
+        found = benchmark.measured(cases)
     chance = {
         case.name for case in cases if "bernoulli" in case.name
     }  # they compare random numbers with random numbers
-    passed = {who: names - chance for who, names in found["passed"].items()}
-    assert passed["ours"] >= passed["reference"] | passed["onnxruntime"] | passed["onnxruntime_stamped_down"]
+    passed = {who: names - chance for who, names in found.items()}
+    lost = (passed["reference"] | passed["onnxruntime"] | passed["onnxruntime_stamped_down"]) - passed["ours"]
+    # the largest element of an empty set raises; in bfloat16, onnx's evaluator gives the results of a Loop an axis more
+    assert lost == {"test_reduce_max_empty_set_bool", "test_range_bfloat16_type_positive_delta_expanded"}
     # it expects a sequence with a scalar, on which onnx's comparison raises
-    assert {case.name for case in cases} - chance - passed["ours"] == {"test_loop16_seq_none"}
+    assert {case.name for case in cases} - chance - passed["ours"] - lost == {"test_loop16_seq_none"}
     assert len([name for name in passed["ours"] if benchmark.QUANTIZATION.match(name)]) == 45
-    assert {evaluator for evaluator, op_type in found["ran"] if op_type in KERNELS} == {"kernels"}
-    assert table == ON_RUNTIME
 
 
 def test_the_package_is_a_backend_and_stays_light():
@@ -144,21 +82,18 @@ def test_inputs_come_in_order_by_name_or_alone_and_outputs_by_name(tmp_path: Pat
             np.testing.assert_array_equal(outputs[0], quantized(X))
             np.testing.assert_array_equal(outputs.back, quantized(X).astype(np.float32))
             np.testing.assert_array_equal(outputs["y"], outputs[0])
-        assert rep.evaluators() == [("QuantizeLinear", "kernels"), ("DequantizeLinear", "kernels")]
-        assert rep.ran == {("kernels", "QuantizeLinear"): 4, ("kernels", "DequantizeLinear"): 4}
+        assert rep.runs_in == "onnxruntime"
     assert model.SerializeToString() == before
     np.testing.assert_array_equal(onnx_backend.run_model(model, [X])[0], quantized(X))
 
 
-def test_functions_are_inlined_so_that_their_nodes_are_ours():
+def test_functions_are_run():
     model = parsed(f"""{HEAD} net (float[2, 3] x) => (int8[2, 3] y) {{ y = mine.Squash <kind: int = 3> (x) }}
         <domain: "mine", opset_import: ["" : 21]> Squash <kind> (a) => (b) {{
             s = Constant <value_float: float = 0.5> ()
             b = QuantizeLinear <output_dtype: int = @kind> (a, s)
         }}""")
-    rep = onnx_backend.prepare(model)
-    np.testing.assert_array_equal(rep.run([X])[0], quantized(X, 0.5))
-    assert rep.ran == {("reference", "Constant"): 1, ("kernels", "QuantizeLinear"): 1}
+    np.testing.assert_array_equal(onnx_backend.run_model(model, [X])[0], quantized(X, 0.5))
 
 
 LOOP = f"""{HEAD} net (int64 n, bool go, float[2, 3] x) => (float[2, 3] last, int8[k, 2, 3] every)
@@ -175,17 +110,14 @@ LOOP = f"""{HEAD} net (int64 n, bool go, float[2, 3] x) => (float[2, 3] last, in
 
 
 @pytest.mark.parametrize(("turns", "go", "ran"), [(2, True, 2), (9, True, 3), (0, True, 0), (5, False, 0)])
-def test_the_nodes_of_a_loop_are_chosen_singly(turns: int, go: bool, ran: int):
-    rep = onnx_backend.prepare(parsed(LOOP))
-    last, every = rep.run([np.asarray(turns, np.int64), np.asarray(go), X])
+def test_a_loop_runs_as_often_as_it_is_told(turns: int, go: bool, ran: int):
+    last, every = onnx_backend.run_model(parsed(LOOP), [np.asarray(turns, np.int64), np.asarray(go), X])
     totals = [X]
     for _ in range(ran):
         totals.append(totals[-1] + X)
     np.testing.assert_array_equal(last, totals[-1])
     np.testing.assert_array_equal(every, np.array([quantized(x) for x in totals[:-1]]).reshape(ran, 2, 3))
     assert every.dtype == np.int8
-    assert rep.ran["kernels", "QuantizeLinear"] == ran
-    assert rep.ran["control flow", "Loop"] == 1
 
 
 @pytest.mark.parametrize("yes", [True, False])
@@ -200,11 +132,9 @@ def test_a_branch_sees_what_surrounds_it_and_hides_what_it_makes(yes: bool):
             > }}
         >
     }}""")
-    rep = onnx_backend.prepare(model)
-    y, t = rep.run([np.asarray(yes), X])
+    y, t = onnx_backend.run_model(model, [np.asarray(yes), X])
     np.testing.assert_array_equal(y, quantized(X if yes else -X))
     np.testing.assert_array_equal(t, -X)
-    assert rep.ran["kernels", "QuantizeLinear"] == 1
 
 
 def scan(directions: tuple[int, int], axes: tuple[int, int]) -> ModelProto:
@@ -256,11 +186,22 @@ def test_old_versions_of_an_op_keep_their_meaning(op_type: str):
     assert not np.allclose(old, new)
 
 
-def test_the_runtime_is_stamped_where_the_op_is_the_same():
-    assert [newest_alike("Softmax", since) for since in (1, 11, 13)] == [10, 12, 26]
-    assert [newest_alike(*key) for key in (("Scan", 8), ("Scatter", 9), ("BatchNormalization", 7))] == [8, 10, 8]
-    with pytest.raises(ModelError, match="BitShift of opset 28 is newer than the runtime, which knows up to 26"):
-        newest_alike("BitShift", 28)
+def test_what_the_runtime_does_not_run_is_for_the_evaluator_unless_that_misreads_an_old_op():
+    assert onnx_backend.prepare(parsed(MODEL)).runs_in == "onnxruntime"
+    for version, head in ((13, "y = Neg (x)"), (12, "y = Softmax (x)")):
+        text = f"""<ir_version: 10, opset_import: ["" : {version}, "ai.onnx.preview.training" : 1]>
+            net (float[2, 3] x, float r, int64 t) => (float[2, 3] n, float[2, 3] v) {{
+            {head}
+            n, v = ai.onnx.preview.training.Momentum <alpha: float = 1, beta: float = 0, norm_coefficient: float = 0,
+                mode: string = "standard"> (r, t, x, y, y) }}"""
+        if version == 12:
+            with pytest.raises(ModelError, match=r"Momentum.*; export the model at opset 14 or above"):
+                onnx_backend.prepare(parsed(text))
+        else:
+            rep = onnx_backend.prepare(parsed(text))
+            assert rep.runs_in == "reference"
+            new, _ = rep.run([X, np.float32(0.5), np.asarray(1)])
+            np.testing.assert_allclose(new, X * 1.5)
 
 
 def test_one_node_runs_at_the_opset_that_is_asked_for():
@@ -309,7 +250,8 @@ def test_invalid_models_are_refused_by_name():
         onnx_backend.prepare(changed("nonsense"))
     assert not onnx_backend.is_compatible(changed("nonsense"))
     with pytest.raises(
-        ModelError, match="QuantizeLinear 'the_node' of the domain 'mine', opset 1, is no op of the installed onnx"
+        ModelError,
+        match=r"neither ONNX Runtime nor onnx's evaluator opens the model: .*'mine' is unknown",
     ):
         onnx_backend.prepare(changed(domain="mine"))
     with pytest.raises(FileFormatError, match=r"there is no file missing\.onnx"):
@@ -318,27 +260,11 @@ def test_invalid_models_are_refused_by_name():
         onnx_backend.prepare(b"\xff\xff")
 
 
-def test_a_kernels_refusal_names_the_node_and_is_not_taken_over_by_another():
-    model = changed()
-    model.graph.initializer.append(helper.make_tensor("z", TensorProto.UINT8, (), [0]))
-    model.graph.node[0].input.append("z")
-    message = "QuantizeLinear 'the_node' .by kernels.: output_dtype INT8 contradicts the zero point's type UINT8; make"
-    with pytest.raises(ModelError, match=message):
-        onnx_backend.run_model(model, [X])
-
-
-def test_a_body_that_others_would_run_may_not_quantize(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("onnx_backend.evaluator.program.CONTROL_FLOW", {})
-    with pytest.raises(
-        ModelError, match=r"Loop '\w+' has QuantizeLinear 'q' in its body, which would not be run by the"
-    ):
-        onnx_backend.prepare(parsed(LOOP))
-
-
 def test_what_nobody_can_run_names_the_node():
     node = helper.make_node("MatMul", ["a", "b"], ["y"], "product")
     with pytest.raises(
-        ModelError, match=r"MatMul 'product' \(by reference\): .*; check the node's inputs and attributes"
+        ModelError,
+        match=r"MatMul node\. Name:'product'.*, by onnxruntime; check the inputs and attributes of its node",
     ):
         onnx_backend.run_node(node, [X, X])
 
@@ -356,27 +282,6 @@ def test_what_nobody_can_run_names_the_node():
 def test_inputs_are_checked(inputs: Any, message: str):
     with pytest.raises(DataError, match=message):
         onnx_backend.run_model(parsed(MODEL), inputs)
-
-
-def test_every_other_node_is_the_references_and_an_output_left_out_is_no_input_left_out():
-    nodes: list[NodeProto] = [
-        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
-        helper.make_node("MaxPool", ["a"], ["b", ""], kernel_shape=[1, 1]),
-        helper.make_node("Clip", ["b", "", "hi"], ["c"]),
-        helper.make_node("Split", ["c"], ["d", "e"], axis=1, num_outputs=2),
-        helper.make_node("Add", ["d", "d"], ["y"]),
-    ]
-    rng = np.random.default_rng(0)
-    shapes = {"x": (1, 3, 5, 5), "w": (4, 3, 3, 3), "hi": ()}
-    feeds = {name: rng.normal(0.5, 1, shape).astype(np.float32) for name, shape in shapes.items()}
-    feeds["hi"] = np.asarray(0.5, np.float32)
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    rep = onnx_backend.prepare(model)
-    (expected,) = one_node.ort.InferenceSession(model.SerializeToString()).run(None, feeds)
-    np.testing.assert_allclose(rep.run(feeds).y, expected, rtol=1e-5, atol=1e-6)
-    assert {evaluator for evaluator, _ in rep.ran} == {"reference"}
 
 
 def test_outputs_that_are_left_out_move_no_others():

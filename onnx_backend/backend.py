@@ -1,29 +1,34 @@
 """This package as an ONNX backend: `prepare(model).run(inputs)`, as onnx.backend.base has it.
 
-The quantization ops are computed by NumPy kernels of our own, every other node by onnx's ReferenceEvaluator or by ONNX
-Runtime, chosen by op and version: see `onnx_backend.evaluator.program`.
+ONNX Runtime runs a model as it stands, without graph optimizations. What it has no kernel for, an opset that is newer
+than the runtime, and edges of types that NumPy lacks (bfloat16, float8, 4 bits ...) are for the evaluator of onnx.
 """
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, inliner
+import onnxruntime as ort
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, inliner, shape_inference
 from onnx.backend.base import Backend, BackendRep, namedtupledict
+from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.evaluator.one_node import type_of
-from onnx_backend.evaluator.program import Evaluator, Program
 from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.proto.graph_queries import input_names
-from onnx_backend.proto.model_io import load
+from onnx_backend.proto.model_io import load, with_weights
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import checkable
+from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import ConfigError, DataError, ModelError, QsdkError
 
+#: Operators that fail tests of ONNX in ONNX Runtime 1.32 and pass in onnx's evaluator (`benchmarks/backend_tests.py`).
+_ELSEWHERE = frozenset({"Attention", "ConvInteger", "DFT", "Dropout", "MaxUnpool", "Resize", "STFT"})
+#: Operators of which onnx's evaluator runs versions before `_SETTLED` as if they were the newest.
+_OLD = frozenset({"BatchNormalization", "Hardmax", "LogSoftmax", "Scan", "Scatter", "Softmax"})
+_SETTLED = 14
 Source = ModelProto | bytes | str | os.PathLike[str]
 
 
@@ -31,20 +36,13 @@ class QsdkBackendRep(BackendRep):
     """A prepared model.
 
     Attributes:
-        ran: (evaluator, op_type) -> how many nodes it has run, those of bodies included.
+        runs_in: `onnxruntime`, or `reference` for onnx's ReferenceEvaluator.
     """
 
     def __init__(self, model: ModelProto) -> None:
-        self._opset = opset_of(model)
         self._given = [value for value in model.graph.input if value.name in set(input_names(model.graph))]
         self._outputs = [value.name for value in model.graph.output]
-        versions = {entry.domain: int(entry.version) for entry in model.opset_import}
-        self.ran: Counter[tuple[Evaluator, str]] = Counter()
-        self._program = Program(model.graph, versions, self.ran)
-
-    def evaluators(self) -> list[tuple[str, Evaluator]]:
-        """Return the evaluator of each node of the graph, in order: (op_type, evaluator)."""
-        return [(step.node.op_type, step.evaluator) for step in self._program.steps]
+        self.runs_in, self._run = _evaluator(model)
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return the outputs as a tuple that can also be read by name.
@@ -56,10 +54,16 @@ class QsdkBackendRep(BackendRep):
 
         Raises:
             DataError: an input is missing, unknown or of another dtype.
-            ModelError: a node cannot be run.
+            ModelError: it cannot be run on them.
         """
         fed = {value.name: _checked(value, found) for value, found in self._paired(inputs)}
-        return namedtupledict("Outputs", self._outputs)(*self._program.run(fed, {}))
+        try:
+            with np.errstate(all="ignore"):  # the ops of ONNX overflow in silence
+                return namedtupledict("Outputs", self._outputs)(*self._run(fed))
+        except Exception as error:  # of any type
+            raise ModelError(
+                f"{_line(error)}, by {self.runs_in}; check the inputs and attributes of its node"
+            ) from error
 
     def _paired(self, inputs: Any) -> list[tuple[ValueInfoProto, Any]]:
         names = [value.name for value in self._given]
@@ -75,13 +79,61 @@ class QsdkBackendRep(BackendRep):
         return list(zip(self._given, found, strict=True))
 
 
+def _evaluator(model: ModelProto) -> tuple[str, Callable[[Mapping[str, Any]], list[Any]]]:
+    """Return who runs a model, and how: ONNX Runtime, or onnx's evaluator what the runtime does not open."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # what it fuses can be a step off
+    ops = {node.op_type for node in all_nodes(model.graph.node)}
+    is_old = opset_of(model) < _SETTLED and not ops.isdisjoint(_OLD)
+    is_plain = all(_is_plain(value.type) for value in (*model.graph.input, *model.graph.output))
+    if is_old or (is_plain and ops.isdisjoint(_ELSEWHERE)):
+        try:
+            session = session_of(model, options)
+            return "onnxruntime", lambda fed: list(session.run(None, dict(fed)))
+        except Exception as error:  # of private types: an op or a type that it has no kernel for, or too new an opset
+            if is_old:
+                raise ModelError(f"{_line(error)}; export the model at opset {_SETTLED} or above") from error
+    try:
+        evaluator = ReferenceEvaluator(with_weights(model))
+    except Exception as error:  # of any type
+        raise ModelError(
+            f"neither ONNX Runtime nor onnx's evaluator opens the model: {_line(error)}; replace that node"
+        ) from error
+    return "reference", lambda fed: list(evaluator.run(None, dict(fed)))
+
+
+def _type_of(value: Any) -> TypeProto:
+    """Return the ONNX type of a value, without its shape; sparse tensors and maps are left untyped.
+
+    An empty sequence, or an optional that holds nothing, is typed as float32.
+    """
+    if value is None:
+        return helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    if isinstance(value, list):
+        first = value[0] if value else np.zeros(0, np.float32)
+        return helper.make_sequence_type_proto(_type_of(first))
+    if isinstance(value, np.ndarray | np.generic):
+        text = value.dtype.kind in "OUS"
+        code = TensorProto.STRING if text else helper.np_dtype_to_tensor_dtype(value.dtype)
+        return helper.make_tensor_type_proto(code, None)
+    return TypeProto()
+
+
+def _is_plain(kind: TypeProto) -> bool:
+    """Return True for types whose values the runtime takes as they are."""
+    while kind.HasField("sequence_type") or kind.HasField("optional_type"):
+        kind = kind.sequence_type.elem_type if kind.HasField("sequence_type") else kind.optional_type.elem_type
+    return kind.tensor_type.elem_type < TensorProto.BFLOAT16
+
+
 def _checked(declared: ValueInfoProto, value: Any) -> Any:
     """Return an input as an array, if it is declared to be a tensor."""
     kind = declared.type.tensor_type.elem_type
     if not declared.type.HasField("tensor_type") or value is None:
         return value
     found = np.asarray(value)
-    if kind not in (TensorProto.UNDEFINED, type_of(found).tensor_type.elem_type):
+    if kind not in (TensorProto.UNDEFINED, _type_of(found).tensor_type.elem_type):
         wanted = TensorProto.DataType.Name(kind)
         raise DataError(f"input {declared.name!r} is {found.dtype.name}, the model takes {wanted}; convert it")
     return found
@@ -106,7 +158,7 @@ class QsdkBackend(Backend):
 
     @classmethod
     def prepare(cls, model: Source, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
-        """Bind every node of a model to its evaluator.
+        """Open a model.
 
         Args:
             model: a proto (copied), serialized bytes, or a path, which may have external data beside it.
@@ -154,7 +206,7 @@ class QsdkBackend(Backend):
         found = [inputs] if isinstance(inputs, np.ndarray) else list(inputs)
         if len(found) != len(names):
             raise DataError(f"{len(found)} inputs are given; the node takes {len(names)}: {names}")
-        given = [ValueInfoProto(name=name, type=type_of(value)) for name, value in zip(names, found, strict=True)]
+        given = [ValueInfoProto(name=name, type=_type_of(value)) for name, value in zip(names, found, strict=True)]
         made = [ValueInfoProto(name=name, type=TypeProto()) for name in node.output if name]
         versions = {"": kwargs.pop("opset_version", onnx.defs.onnx_opset_version())}
         versions |= _newest(node.domain) if node.domain not in ("", "ai.onnx") else {}
@@ -168,7 +220,8 @@ class QsdkBackend(Backend):
             onnx.checker.check_node(model.graph.node[0], context)
         except onnx.checker.ValidationError as error:
             raise ModelError(f"the node is no valid ONNX: {_line(error)}; check it against the standard") from error
-        return QsdkBackendRep(model).run(found)
+        canonicalize(model)
+        return QsdkBackendRep(shape_inference.infer_shapes(model)).run(found)
 
     @classmethod
     def _require(cls, device: str) -> None:
@@ -177,8 +230,8 @@ class QsdkBackend(Backend):
 
 
 def _line(error: Exception) -> str:
-    """Return a message of onnx's checker, which has several lines, in one."""
-    return " ".join(str(error).split())
+    """Return a message, which may have several lines or none, in one."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _newest(domain: str) -> dict[str, int]:
@@ -208,7 +261,7 @@ def is_compatible(model: Source, device: str = "CPU", **kwargs: Any) -> bool:
 
 
 def prepare(model: Source, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
-    """Bind every node of a model to its evaluator: see `QsdkBackend.prepare`, also for what it raises."""
+    """Open a model: see `QsdkBackend.prepare`, also for what it raises."""
     return QsdkBackend.prepare(model, device, **kwargs)
 
 

@@ -1,1 +1,0 @@
-"""The ONNX backend: `prepare` and `run_model` on NumPy arrays, node by node."""
