@@ -33,6 +33,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
         "inside": plan_to_json(Plan({}, notes.inside)),
         "remarks": list(notes.remarks),
         "norms": norms_to_json(sim.folded_norms),
+        "gone": dict(notes.gone),
         "given": list(sim.given.before),
         "providers": sim.providers.to_json(),
     }
@@ -72,6 +73,7 @@ def restore_sim(file: SimFile, where: str) -> OnnxSim:
             read_plan(facts["inside"]).inside,
             tuple(facts["remarks"]),
             read_norms(facts.get("norms", {}), where),
+            {str(name): str(owner) for name, owner in facts.get("gone", {}).items()},
         )
         providers = read_providers(facts.get("providers", CPU_ONLY.to_json()))
     except FileFormatError:

@@ -269,6 +269,11 @@ class OnnxSim(StatefulSim):
         """Return the owners of the BatchNorms that were folded."""
         return self.notes.folded
 
+    @property
+    def folded_away(self) -> Mapping[str, str]:
+        """Return site or tensor that folding has left out -> the site that it is in now."""
+        return self.notes.gone
+
     def ready(self) -> dict[str, bool]:
         """Return quantized site -> True if there is an encoding to quantize with."""
         needed = {s: d.bias_of or (d.encoding_site,) for s, d in self.plan.decisions.items() if d.quantized}

@@ -286,6 +286,11 @@ class QuantSim(StatefulSim):
         return self._folded
 
     @property
+    def folded_away(self) -> Mapping[str, str]:
+        """Return site that folding has left out -> the site that it is in now."""
+        return {f"{fold.norm_op}:output": f"{fold.op}:output" for fold in state_of(self.model).folds}
+
+    @property
     def folded_norms(self) -> dict[str, FoldedNorm]:
         """Return path of a layer -> statistics of its outputs, known from the BatchNorm folded into it.
 

@@ -54,6 +54,7 @@ class Notes:
         inside: the float tensors in the bodies of control flow.
         remarks: on conversions, in sentences.
         norms: owner of a layer -> mean and deviation that the BatchNorm folded into it declared.
+        gone: site or tensor that folding has left out -> the site that it is in now.
     """
 
     folded: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class Notes:
     inside: tuple[Decision, ...] = ()
     remarks: tuple[str, ...] = ()
     norms: Mapping[str, FoldedNorm] = field(default_factory=dict)
+    gone: Mapping[str, str] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """Return facts for the coverage report: folded BatchNorms, reasons for the others, and the remarks."""
@@ -162,7 +164,7 @@ def _opened(
     if folds.added:
         shown = ", ".join(folds.added[:6]) + (", ..." if len(folds.added) > 6 else "")
         remarks = (*remarks, f"constants that {len(folds.added)} Adds add to layers are their biases: {shown}")
-    notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms)
+    notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms, folds.gone)
     return model, graph, notes
 
 

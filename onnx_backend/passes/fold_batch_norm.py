@@ -34,12 +34,14 @@ class Folds:
         unfolded: owner -> why it stays.
         norms: owner of a layer -> mean and deviation that the BatchNorm folded into it declared.
         added: owners of the Adds whose constants are now the biases of layers.
+        gone: site or tensor that the model no longer has -> the site that it is in now.
     """
 
     folded: tuple[str, ...] = ()
     unfolded: Mapping[str, str] = field(default_factory=dict)
     norms: dict[str, FoldedNorm] = field(default_factory=dict)
     added: tuple[str, ...] = ()
+    gone: Mapping[str, str] = field(default_factory=dict)
 
 
 def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Folds:
@@ -62,7 +64,7 @@ def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Fo
         else:
             folded.append(owner)
     folding.finish()
-    return Folds(tuple(folded), unfolded, folding.norms, tuple(added))
+    return Folds(tuple(folded), unfolded, folding.norms, tuple(added), folding.gone)
 
 
 def may_fold(node: NodeProto, stored: Container[str]) -> bool:
@@ -96,6 +98,7 @@ class _Folding:
         self.dropped: set[str] = set()  # outputs of nodes that are gone
         self.renamed: dict[str, str] = {}
         self.norms: dict[str, FoldedNorm] = {}
+        self.gone: dict[str, str] = {}
 
     def fold(self, norm: NodeProto) -> str:
         """Fold one BatchNorm; return the reason if it stays, else ""."""
@@ -147,6 +150,7 @@ class _Folding:
         if not self._holds(node, bias):
             return False
         self._replace_bias(node, bias, layer, weight.data_type)
+        self.gone |= dict.fromkeys((constant, f"{node_label(add)}:constant"), f"{node_label(node)}:bias")
         self._take_output(node, add)
         return True
 
@@ -245,6 +249,7 @@ class _Folding:
         """Have the last node of a layer make what the node behind it made, which is gone."""
         old = last.output[0]
         last.name = last.name or old  # it keeps its owner
+        self.gone |= dict.fromkeys((old, f"{node_label(gone)}:output"), f"{last.name}:output")
         last.output[0] = gone.output[0]
         self.makers[last.output[0]] = last
         self.makers.pop(old, None)
@@ -265,6 +270,7 @@ class _Folding:
         self._replace_weight(node, weight * scaled, bias, layer)
         node.input[0] = norm.input[0]
         self.readers[norm.input[0]] = [node if r is norm else r for r in self.readers[norm.input[0]]]
+        self.gone |= dict.fromkeys((norm.output[0], f"{node_label(norm)}:output"), f"{node_label(node)}:output")
         self._drop(norm, keep_output=False)
         return ""
 
@@ -304,6 +310,7 @@ class _Folding:
         self.graph.initializer.append(numpy_helper.from_array(typed, fresh))
         self.stored[fresh] = self.graph.initializer[-1]
         self.readers[fresh] = [reader]
+        self.gone[name] = f"{node_label(reader)}:{'weight' if name == reader.input[1] else 'bias'}"
         return fresh
 
     def _drop(self, norm: NodeProto, *, keep_output: bool) -> None:

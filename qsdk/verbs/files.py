@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import read_biases, without_shifts
 from qsdk.core.sims.frozen_values import read_frozen_values
-from qsdk.core.sims.load_encodings import with_loaded
+from qsdk.core.sims.load_encodings import where_quantized, with_loaded
 from qsdk.core.sims.methods import read_methods
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
@@ -153,7 +154,8 @@ def load_encodings(
         stored = replace(
             stored, encodings={s: in_layout_of(e, *facts[s]) for s, e in stored.encodings.items() if s in facts}
         )
-    state, report = with_loaded(sim.snapshot(), stored, where, freeze=freeze, strict=strict)
+    elsewhere = partial(where_quantized, graph=sim.graph, plan=sim.plan, gone=sim.folded_away)
+    state, report = with_loaded(sim.snapshot(), stored, where, freeze=freeze, strict=strict, elsewhere=elsewhere)
     with put_back_on_error(sim), without_shifts(sim, rounds=False):
         sim.restore(state)
     return report

@@ -5,7 +5,8 @@ It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axe
 computed in the dtype of the input, where torch casts the input. A dropout that drops nothing returns its very argument;
 traced as an op, what is written into its result would be missing from the argument; so would what is written into an
 einsum that only moves the axes of its operand, which torch returns as a view. Of an embedding of bags it writes a Loop.
-An einsum of several dtypes it writes as it is, which ONNX does not know.
+An einsum of several dtypes it writes as it is, which ONNX does not know. Of values whose mean is scattered to one place
+it writes the last one.
 """
 
 from collections.abc import Callable, Mapping
@@ -124,6 +125,23 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
     return result if bias is None else result + bias
 
 
+def _scatter_mean(
+    input: Tensor,  # torch's names
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    """Return `scatter_reduce` by a mean as sums over how many values go to each place."""
+    count = torch.zeros_like(input).scatter_add(dim, index, torch.ones_like(src))
+    own = input if include_self else torch.where(count > 0, 0, input)
+    divisor = count + 1 if include_self else count.clamp(min=1)
+    rounding = None if input.is_floating_point() else "floor"
+    return torch.div(own.scatter_add(dim, index, src), divisor, rounding_mode=rounding)
+
+
 def _given(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return input
 
@@ -193,6 +211,15 @@ def _computed_in(func: Callable[..., Any], at: int | None) -> Callable[..., Any]
     return cast_first
 
 
+def _in_place(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of x and others that writes its result into x."""
+
+    def write(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input.copy_(func(input, *args, **kwargs))
+
+    return write
+
+
 def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function to trace in the place of a torch function: mostly the function itself.
 
@@ -211,6 +238,8 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return _embedding_bag
     if func is F.bilinear:
         return _bilinear
+    if func in _SCATTERS and (args[4] if len(args) > 4 else kwargs.get("reduce")) == "mean":
+        return _scatter_mean if func is not Tensor.scatter_reduce_ else _in_place(_scatter_mean)
     if func in _DROPOUTS and not _drops(*args, **kwargs):
         return _given
     if func in _AVERAGES and (args[6] if len(args) > 6 else kwargs.get("divisor_override")) is not None:
@@ -236,6 +265,7 @@ def _names_no_axis(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 _SQUEEZES = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
 _MEANS = (torch.mean, Tensor.mean)
+_SCATTERS = (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_)
 _AVERAGES = (F.avg_pool2d, F.avg_pool3d)
 _DROPOUTS = (F.dropout, torch.dropout)
 #: functions whose exported op ignores `dtype=` -> the position of that argument behind x; None where it is by keyword

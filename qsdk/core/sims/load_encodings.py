@@ -1,11 +1,12 @@
 """Loading encodings into a sim: every entry is compared with the plan, and all differences are listed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
@@ -15,6 +16,7 @@ from qsdk.core.planning.plan import Decision, Plan, casts_of
 from qsdk.core.report import Report
 from qsdk.core.sims.as_in_file import as_in_file
 from qsdk.core.sims.state import SimState, encoding_of, matched_owners, owns_encoding
+from qsdk.core.site import owner_of
 
 _STATES = ("missing", "unexpected", "different")
 
@@ -29,7 +31,13 @@ class LoadResult:
 
 
 def with_loaded(
-    state: SimState, file: StoredEncodings, where: str, *, freeze: bool | str, strict: bool
+    state: SimState,
+    file: StoredEncodings,
+    where: str,
+    *,
+    freeze: bool | str,
+    strict: bool,
+    elsewhere: Callable[[str], str] = lambda name: "",
 ) -> tuple[SimState, Report]:
     """Replace the sim's encodings by those of a file.
 
@@ -41,6 +49,7 @@ def with_loaded(
             leaves the flags of the file.
         strict: raise an error for a file that does not fit the plan site by site; otherwise load what fits and leave
             the rest unchanged: no quantizer is ever disabled.
+        elsewhere: says of a site or tensor that has no encoding here where its values are quantized, and the remedy.
 
     Returns:
         The new state; rows `site`, `state` (loaded, missing, unexpected or different) and `detail`.
@@ -60,7 +69,7 @@ def with_loaded(
             own[site] = replace(encoding, frozen=True) if site in chosen else encoding
     results += _shared(state.plan, file, own, {f.site for f in results if f.state == "loaded"})
     results += _casts(state.plan, file)
-    results += _unexpected(state.plan, file)
+    results += _unexpected(state.plan, file, elsewhere)
     layouts = as_in_file(state.plan, file.encodings, [f.site for f in results if f.state == "different"])
     if strict and any(result.state in _STATES for result in results):
         raise FileFormatError(_mismatch_message(results, where, layouts))
@@ -183,23 +192,47 @@ def _cast(site: str, wanted: DType, given: DType | None) -> LoadResult:
     )
 
 
-def _unexpected(plan: Plan, file: StoredEncodings) -> Iterator[LoadResult]:
+def where_quantized(name: str, graph: Graph, plan: Plan, gone: Mapping[str, str]) -> str:
+    """Return where the values of a site or tensor are quantized that was folded or is inside a supergroup; else "".
+
+    Args:
+        name: in a file of encodings.
+        graph: of the sim.
+        plan: of the sim.
+        gone: site or tensor that folding has left out -> the site that it is in now.
+    """
+    decision, taken_up = plan.decisions.get(name), gone.get(name, "")
+    if not taken_up and (decision is None or not decision.reason.startswith("inside ")):
+        return ""
+    tensor, carrier = graph.sites.get(taken_up or name), ""
+    while tensor is not None and not carrier:
+        found, readers = plan.decisions.get(graph.tensors[tensor].site or ""), graph.consumers[tensor]
+        carrier = found.encoding_site if found is not None and found.quantized else ""
+        tensor = graph.ops[readers[0]].outputs[0] if readers else None
+    has_range = f"{carrier} has the range" if carrier else "nothing behind it is quantized"
+    if not taken_up:
+        return f"{has_range}; .override({owner_of(name)!r}, supergroup=False) gives it one of its own"
+    here = taken_up if taken_up == carrier else f"{taken_up} ({has_range})"
+    return f"folded into {here}; quantize(..., fold_batch_norm=False) keeps it apart"
+
+
+def _unexpected(plan: Plan, file: StoredEncodings, elsewhere: Callable[[str], str]) -> Iterator[LoadResult]:
     known = list(plan.decisions)
     for name, why in file.misfits.items():
         decision = plan.decisions.get(name)
         if decision is None or decision.spec is None:
-            yield LoadResult(name, "unexpected", why)
+            yield LoadResult(name, "unexpected", elsewhere(name) or why)
         elif not owns_encoding(decision):
             yield LoadResult(name, "different", why)
     for site in (*file.encodings, *(file.casts or ())):
         decision = plan.decisions.get(site)
         if decision is None:
             near = get_close_matches(site, known, n=2, cutoff=0.5)
-            yield LoadResult(
-                site, "unexpected", f"the nearest here: {', '.join(near)}" if near else "nothing here is like it"
-            )
+            like = f"the nearest here: {', '.join(near)}" if near else "nothing here is like it"
+            yield LoadResult(site, "unexpected", elsewhere(site) or like)
         elif decision.spec is None:
-            yield LoadResult(site, "unexpected", f"float32 in the plan: {decision.reason}")
+            more = f"; {found}" if (found := elsewhere(site)) else ""
+            yield LoadResult(site, "unexpected", f"float32 in the plan: {decision.reason}{more}")
         elif decision.quantized and not owns_encoding(decision) and site in (file.casts or ()):
             yield LoadResult(
                 site, "different", f"{(file.casts or {})[site]} in the file, {_wanted(decision.spec)} in the plan"

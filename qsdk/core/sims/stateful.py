@@ -151,6 +151,11 @@ class StatefulSim(ABC):
         """Return the owners of the BatchNorms that were folded."""
 
     @property
+    @abstractmethod
+    def folded_away(self) -> Mapping[str, str]:
+        """Return site or tensor that folding has left out -> the site that it is in now."""
+
+    @property
     def encodings(self) -> dict[str, Encoding]:
         """Return the encoding of every quantized site: own, shared or derived.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from aimet_documents import FILES, entries, tiny
 from float_files import float_onnx
-from islands import BATCHES, DOORS, batches, onnx_model, outputs, sim_at
+from islands import BATCHES, DOORS, batches, loaded, onnx_model, outputs, sim_at
 from onnx import numpy_helper
 from torch import nn
 from torch_models import seeded
@@ -299,6 +299,32 @@ def test_entries_that_fit_nothing_are_listed_and_leave_the_sim_as_it_was(door, t
     load_encodings(fresh, path, strict=False)
     assert fresh.encodings["conv1:weight"] == before["conv1:weight"]
     assert fresh.encodings["fc2:output"] == sim.encodings["fc2:output"]
+
+
+@both
+def test_entries_of_what_was_folded_or_fused_name_the_site_that_has_their_range(door, tmp_path):
+    sim, path = sim_at(door, fold=True), tmp_path / "e.json"
+    save_encodings(sim_at(door), path)
+    data = json.loads(path.read_text())
+    data["encodings"]["bn1:output"] = data["encodings"]["conv1:output"]
+    path.write_text(json.dumps(data))
+    remedies = (
+        ".override('conv1', supergroup=False) gives it one of its own",
+        "quantize(..., fold_batch_norm=False) keeps",
+    )
+    fused = f"conv1:output (float32 in the plan: inside Conv+Relu; relu1:output has the range; {remedies[0]})"
+    folded = f"(folded into conv1:output (relu1:output has the range); {remedies[1]} it apart)"
+    with pytest.raises(FileFormatError) as caught:
+        load_encodings(sim, path)
+    assert fused in str(caught.value)
+    assert f"bn1:output {folded}" in str(caught.value)
+    save_encodings(sim_at(door), path, version="1.0.0")
+    qsdk.save(sim, tmp_path / "sim.qsdk")
+    with pytest.raises(FileFormatError) as caught:
+        load_encodings(loaded(tmp_path / "sim.qsdk", door), path)
+    if door == "onnx":  # such a file goes by the tensors of the float model
+        assert f"c1 {folded}" in str(caught.value)
+        assert "c2 (folded into conv2:output" in str(caught.value)
 
 
 def test_the_verbs_are_on_the_face():

@@ -213,7 +213,7 @@ def test_strict_loading_lists_every_unknown_name_and_otherwise_quantizers_stay(d
         f"{path} does not fit the sim:",
         "3 not in the file: conv1:weight, x:input, relu1:output",
         "3 unexpected: conv9:weight (the nearest here: conv2:weight, conv1:weight)",
-        "bn1:output (float32 in the plan: inside BatchNormalization+Relu)",
+        "bn1:output (float32 in the plan: inside BatchNormalization+Relu; relu1:output has",
         "zzz (nothing here is like it)",
         "fc2:weight (a scale of shape (3,) does not fit the 5 channels (axis 0) of (5, 12))",
         "fc1:weight (int8 per channel (axis 1) in the file, int8 per channel (axis 0) in the plan)",
