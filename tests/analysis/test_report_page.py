@@ -14,7 +14,7 @@ from torch import nn
 import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
-from qsdk.verbs.analysis.page import gather
+from qsdk.verbs.analysis.page import facts
 
 VOID = {"meta", "input"}
 
@@ -317,7 +317,7 @@ def test_names_are_escaped_everywhere(tmp_path):
 
 
 def test_pictures_are_bounded_to_the_worst_layers(sim, batches, tmp_path, monkeypatch):
-    monkeypatch.setattr(gather, "DRAWN", 3)
+    monkeypatch.setattr(facts, "DRAWN", 3)
     report = qsdk.report(sim, tmp_path / "page.html", data=batches, progress=False)
     page = Page(tmp_path / "page.html")
     worst = sorted(report.rows, key=lambda row: -(row["share"] or 0))[:3]

@@ -62,7 +62,7 @@ def test_the_wheel_holds_all_packages_data_and_licences(wheel: Path):
         sizes = {info.filename: info.file_size for info in opened.infolist()}
     wanted = {str(path.relative_to(ROOT).as_posix()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     wanted |= {f"{name}/py.typed" for name in PACKAGES}
-    wanted |= {f"qsdk/verbs/analysis/page/page.{kind}" for kind in ("css", "js")}
+    wanted |= {"qsdk/verbs/analysis/page/page.html"}
     wanted |= {"qsdk/demo/fashion_mnist.npz", "qsdk/demo/checkpoint.npz", "qsdk/demo/LICENSE.fashion-mnist"}
     assert wanted - set(sizes) == set()
     assert [name for name in sizes if name.endswith(".dist-info/licenses/LICENSE")]

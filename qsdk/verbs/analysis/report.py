@@ -24,8 +24,8 @@ from qsdk.core.precision.sensitivity import layers_of
 from qsdk.core.report import Report
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.analysis.output_noise import OutputWeights
-from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
-from qsdk.verbs.analysis.page.gather import Measured, model_facts
+from qsdk.verbs.analysis.page.facts import LayerFacts, Measured, ModelFacts, model_facts
+from qsdk.verbs.analysis.page.page import page
 from qsdk.verbs.analysis.profile import exported
 from qsdk.verbs.analysis.profile import profile as profiled
 from qsdk.verbs.analysis.rounded_weights import rounded_weights
@@ -36,7 +36,7 @@ from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.onnx_door import require_no_forward
 from qsdk.verbs.qdq_files import OnnxSource, validate
 
-_DRAWING = "qsdk.verbs.analysis.page.page"  # imports matplotlib, which is optional
+_DRAWING = "qsdk.verbs.analysis.page.plots"  # imports matplotlib, which is optional
 _NO_FLOAT_WEIGHTS = (
     "The file holds quantized weights, so all noise here is that of the activations alone. Give the float model as "
     "well (float_model= or --float) to see that of the weights."
@@ -100,7 +100,7 @@ def report(
         if profile is True or given is sim_or_file:
             found = replace(found, profile=_times(found, profile, batches, progress))
         pages.append(model_facts(found, batches, forward, progress, pages[0] if pages else None))
-    write_text(out, text := drawing.page(*pages))
+    write_text(out, text := page(pages, drawing.Artist()))
     facts = {"path": os.fspath(out), "page_bytes": len(text.encode())}
     return Report("Report", [_row(layer) for layer in pages[0].layers], facts | _summary(*pages))
 

@@ -1,33 +1,48 @@
-"""What the page of a report shows, as plain frozen data."""
+"""What the page of a report shows of one model, as plain frozen data gathered from what was measured."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from onnx import ModelProto, TensorProto
 
+from onnx_backend.proto.nodes import metadata
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import tensor_dtype_named
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Decision
+from qsdk.core.precision.advice import decibels, noise_to_signal
+from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
+from qsdk.core.site import owner_of
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
 
-FloatArray = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
+DRAWN = 60  # layers with pictures, the worst ones
+_COMPUTED = 2  # computed sites of a layer that are drawn
+_MOST = 0.8  # of the noise
+_NEARLY_ALL = 0.9  # of the elements, or of the sites
 
 
 @dataclass(frozen=True)
 class ValueFacts:
-    """The values of a site beside its encoding.
+    """The values of a site beside its encoding; what cannot be known is None.
 
     Attributes:
-        low: the smallest value.
-        high: the largest value.
         sample: at most 32,768 of the values, taken evenly.
-        clipped: share of the values that lie beyond the range of the encoding; None where that is not known.
-        sqnr_db: of these values on their grid; None where that is not known.
+        clipped: share of the values that lie beyond the range of the encoding.
+        sqnr_db: of these values on their grid.
     """
 
     low: float
     high: float
-    sample: FloatArray
+    sample: npt.NDArray[np.float32]
     clipped: float | None = None
     sqnr_db: float | None = None
 
@@ -37,19 +52,13 @@ class SiteFacts:
     """A site: its precision, the reason for it, and its values where they were looked at.
 
     Attributes:
-        site: its name.
-        kind: weight, bias, activation, input or output.
         op_type: of the op that computes the tensor, or reads it if it is stored.
-        state: quantized, tied, float or not exercised.
-        dtype: of the site.
-        granularity: of its encoding; "" without one.
         why: the sentence of `sim.explain`.
         elements: of a stored tensor; 0 for others.
         bits: of each of its values.
         encoding: None where it stays float or is quantized while the model runs.
         passes_through: its values are on the grid of another site already.
         fused: it lies inside ops that are quantized as one, so no grid is wanted for it.
-        values: None where they were not looked at.
     """
 
     site: str
@@ -74,15 +83,13 @@ class SiteFacts:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """A layer: the sites of one owner, and what they cost.
+    """A layer: the sites of one owner in graph order, and what they cost; None without data or profile.
 
     Attributes:
-        name: the owner.
-        sites: in graph order.
-        share: of the noise that all layers cause at the outputs; None without data.
+        share: of the noise that all layers cause at the outputs.
         shares: the same by kind, weights and activations.
-        sqnr_db: of the outputs when this layer alone is quantized; None without data, or where it is float.
-        ms: milliseconds in a runtime; None where not profiled.
+        sqnr_db: of the outputs when this layer alone is quantized.
+        ms: milliseconds in a runtime.
         drawn: whether the page has pictures of its values.
     """
 
@@ -95,9 +102,14 @@ class LayerFacts:
     drawn: bool = False
 
     @property
+    def main_site(self) -> SiteFacts:
+        """Return the weight, or the first site of a layer without one: its op and dtype are those of the layer."""
+        return next((site for site in self.sites if site.kind == "weight"), self.sites[0])
+
+    @property
     def op_type(self) -> str:
         """Return the type of the op that reads its weight, or else that computes its value."""
-        return next((s.op_type for s in self.sites if s.kind == "weight"), self.sites[0].op_type)
+        return self.main_site.op_type
 
     @property
     def dtypes(self) -> str:
@@ -105,11 +117,6 @@ class LayerFacts:
         weights = dict.fromkeys(site.dtype for site in self.sites if site.kind == "weight")
         others = dict.fromkeys(site.dtype for site in self.sites if not site.stored and not site.fused)
         return " / ".join(", ".join(names) for names in (weights, others) if names) or self.sites[0].dtype
-
-    @property
-    def main_site(self) -> SiteFacts:
-        """Return the weight, or the first site of a layer without one: its dtype colours the layer."""
-        return next((site for site in self.sites if site.kind == "weight"), self.sites[0])
 
     @property
     def bytes(self) -> int:
@@ -129,36 +136,286 @@ class LayerFacts:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """A model: its layers in the order of the network, and facts about the whole.
+class Measured:
+    """A model, as a sim and as it is stored with Q/DQ, and what was measured on it; None without data or profile.
 
     Attributes:
         name: of the file, or of the class of the module.
-        sentence: the most important facts in words.
-        layers: in the order in which they run.
         sizes: of `onnx_backend.proto.sizes`.
-        sqnr_db: of the outputs; None without data.
-        states: state -> number of tensors, as `coverage` counts them.
-        float_reasons: reason -> the tensors that stay float for it.
-        findings: rows of `validate`; None for a sim.
-        ms: milliseconds of a run; None where not profiled.
-        runtime: in which that was measured; "" where not profiled.
+        sensitivity: the rows of `qsdk.sensitivity`.
+        sqnr_db: of the outputs.
+        noise: what the SQNR counts, in words.
+        profile: of `qsdk.profile`.
+        findings: of `validate`; None for a sim.
         remarks: what a reader has to know about the numbers.
     """
 
     name: str
-    sentence: str
-    layers: tuple[LayerFacts, ...]
+    sim: Sim
+    file: ModelProto
+    sizes: Report
+    sensitivity: Report | None = None
+    sqnr_db: float | None = None
+    noise: str = "their quantization noise"
+    profile: Report | None = None
+    findings: Report | None = None
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the page shows of a model: what `Measured` says of it, its layers in the order in which they run, and more.
+
+    Attributes:
+        sentence: the most important facts in words.
+        noisy: names of the fewest layers that cause most of the noise; none without data.
+        states: state -> number of tensors, as `coverage` counts them.
+        float_reasons: reason -> the tensors that stay float for it.
+    """
+
+    name: str
     sizes: Report
     sqnr_db: float | None
+    profile: Report | None
+    findings: Report | None
+    sentence: str
+    layers: tuple[LayerFacts, ...]
+    noisy: Set[str]
     states: Mapping[str, int]
     float_reasons: Mapping[str, Sequence[str]]
-    findings: Sequence[Mapping[str, Any]] | None
-    ms: float | None
-    runtime: str
     remarks: Sequence[str]
 
-    @property
-    def worst_share(self) -> float:
-        """Return the largest share of the noise that one layer causes."""
-        return max((layer.share or 0.0 for layer in self.layers), default=0.0)
+
+def model_facts(
+    found: Measured,
+    data: Iterable[Any] | None,
+    forward: Forward | None,
+    progress: bool,
+    beside: ModelFacts | None = None,
+) -> ModelFacts:
+    """Return the facts about a model, with the values of its worst layers and of those with pictures in `beside`."""
+    coverage = found.sim.coverage()
+    first = frozenset() if beside is None else frozenset(layer.name for layer in beside.layers if layer.drawn)
+    layers = _with_values(found.sim, _layers(found, coverage), data, forward, progress, first)
+    noisy = _noisy(layers)
+    states = {state: int(coverage.summary[state]) for state in ("quantized", "tied", "float", "not_exercised")}
+    reasons: dict[str, list[str]] = {}
+    for row in coverage.rows:
+        if row["state"] == "float":
+            reasons.setdefault(_reason(str(row["reason"])), []).append(str(row["site"]))
+    slow = () if found.profile is None or "noisy" not in found.profile.summary else (found.profile.summary["noisy"],)
+    return ModelFacts(
+        name=found.name,
+        sizes=found.sizes,
+        sqnr_db=found.sqnr_db,
+        profile=found.profile,
+        findings=found.findings,
+        sentence=_sentence(found, layers, len(noisy)),
+        layers=tuple(layers),
+        noisy=noisy,
+        states={state.replace("_", " "): count for state, count in states.items() if count or state == "quantized"},
+        float_reasons=dict(sorted(reasons.items(), key=lambda item: -len(item[1]))),
+        remarks=(*found.remarks, *(f"Milliseconds: {said}." for said in slow)),
+    )
+
+
+def _sentence(found: Measured, layers: Sequence[LayerFacts], noisy: int) -> str:
+    """Return the sentence at the top: precision, size, noise, and how few layers cause it."""
+    label = _precision([site for layer in layers for site in layer.sites])
+    if label is None:
+        return "Nothing is quantized."
+    parts = [label, f"a file {1.0 / found.sizes.summary['ratio']:.1f} times smaller than in float32"]
+    if found.sqnr_db is not None:
+        parts.append(f"outputs {found.sqnr_db:.1f} dB above {found.noise} (SQNR)")
+    text = ", ".join(parts)
+    text = text[0].upper() + text[1:]
+    if not noisy:
+        return f"{text}."
+    few = f"one layer of {len(layers)} causes" if noisy == 1 else f"{noisy} of {len(layers)} layers cause"
+    return f"{text}; {few} {100 * _MOST:.0f} % of the noise."
+
+
+def _precision(sites: Sequence[SiteFacts]) -> str | None:
+    """Return the precision in the field's short form, such as `W4A8`; with `mostly` where it is mixed."""
+    weights, activations = _bits([s for s in sites if s.kind == "weight"]), _bits([s for s in sites if not s.stored])
+    if not weights and not activations:
+        return None
+    label = f"W{weights.most_common(1)[0][0]}" if weights else "float weights, "
+    label += f"A{activations.most_common(1)[0][0]}" if activations else ", float activations"
+    counts = [count for count in (weights, activations) if count]
+    mixed = any(max(count.values()) < _NEARLY_ALL * count.total() for count in counts)
+    return f"mostly {label}" if mixed else label
+
+
+def _bits(sites: Sequence[SiteFacts]) -> Counter[int]:
+    """Return the bits of quantized sites, and what they count for: elements of weights, or one each."""
+    found: Counter[int] = Counter()
+    for site in sites:
+        dtype = tensor_dtype_named(site.dtype)
+        if dtype.is_quantized:
+            found[dtype.bits] += max(site.elements, 1)
+    return found
+
+
+def _noisy(layers: Sequence[LayerFacts]) -> Set[str]:
+    """Return the names of the fewest layers that cause most of the noise; none without data."""
+    found: set[str] = set()
+    reached = 0.0
+    for layer in sorted(layers, key=lambda layer: -(layer.share or 0.0)):
+        if not layer.share or reached >= _MOST:
+            break
+        found.add(layer.name)
+        reached += layer.share
+    return found
+
+
+def _layers(found: Measured, coverage: Report) -> list[LayerFacts]:
+    """Return the layers without values, in the order in which they run."""
+    encodings, rows = found.sim.encodings, {row["site"]: row for row in coverage.rows}
+    stored = _stored_dtypes(found.file)
+    sites: dict[str, list[SiteFacts]] = {}
+    for site, decision in found.sim.plan.decisions.items():
+        facts = _site(decision, rows[site], found.sim.explain(site), encodings.get(site), stored.get(site))
+        sites.setdefault(owner_of(site), []).append(facts)
+    noise = {} if found.sensitivity is None else _noise_of(found.sensitivity)
+    places = _places(found.sim.graph)
+    times: Counter[str] = Counter()
+    for row in () if found.profile is None else found.profile.rows:
+        times[str(row["layer"])] += row["ms"]
+    return [
+        LayerFacts(owner, tuple(sites[owner]), **noise.get(owner, {}), ms=times.get(owner))
+        for owner in sorted(sites, key=lambda owner: min(places.get(site.site, (1, 0)) for site in sites[owner])[1])
+    ]
+
+
+def _stored_dtypes(file: ModelProto) -> dict[str, str]:
+    """Return site -> the dtype of the codes that the file stores: 4 bits may take 8."""
+    types = {tensor.name: TensorProto.DataType.Name(tensor.data_type).lower() for tensor in file.graph.initializer}
+    pairs = [node for node in file.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in types]
+    return {metadata(node).get("qsdk.site", ""): types[node.input[0]] for node in pairs}
+
+
+def _site(
+    decision: Decision, row: Mapping[str, Any], why: str, encoding: Encoding | None, container: str | None
+) -> SiteFacts:
+    stored = decision.kind in ("weight", "bias")
+    sizes = [size for size in decision.shape or () if isinstance(size, int)]
+    dtype = tensor_dtype_named(row["dtype"])
+    return SiteFacts(
+        site=decision.site,
+        kind=decision.kind,
+        op_type=decision.op_type,
+        state=str(row["state"]),
+        dtype=dtype.name,
+        granularity=str(row["granularity"]),
+        why=why,
+        elements=math.prod(sizes) if stored else 0,
+        bits=tensor_dtype_named(container or str(dtype.container)).bits,
+        encoding=encoding,
+        passes_through=decision.passes_through,
+        fused=decision.spec is None and decision.reason.startswith("inside "),
+    )
+
+
+def _places(graph: Graph) -> dict[str, tuple[int, int]]:
+    """Return for each site the place of its op, behind a number that says how well that places the layer.
+
+    That is the op that computes the value, before the first that reads a stored tensor: it may be a Transpose at the
+    very beginning.
+    """
+    found = {}
+    for site, tensor in graph.sites.items():
+        if tensor in graph.producer:
+            found[site] = (0, graph.producer[tensor])
+        elif graph.tensors[tensor].constant:
+            found[site] = (1, min(graph.consumers[tensor], default=0))
+        else:
+            found[site] = (0, -1)  # an input
+    return found
+
+
+def _noise_of(sensitivity: Report) -> dict[str, dict[str, Any]]:
+    """Return by layer: its share of the noise, the shares of its weights and activations, and the SQNR of both."""
+    found: dict[str, dict[str, Any]] = {}
+    noise: Counter[str] = Counter()
+    for row in sensitivity.rows:
+        layer = found.setdefault(row["layer"], {"share": 0.0, "shares": {}})
+        layer["share"] += row["share"]
+        layer["shares"][row["kind"]] = row["share"]
+        noise[row["layer"]] += 10.0 ** (-row["sqnr_db"] / 10.0)
+    return {name: {**layer, "sqnr_db": decibels(noise[name])} for name, layer in found.items()}
+
+
+def _with_values(
+    sim: Sim,
+    layers: Sequence[LayerFacts],
+    data: Iterable[Any] | None,
+    forward: Forward | None,
+    progress: bool,
+    first: Set[str],
+) -> list[LayerFacts]:
+    """Return the layers with the values of all their weights, and of the activations of `first` and the worst ones."""
+    encodings = sim.encodings
+    values: dict[str, ValueFacts] = {}
+    for site in (site.site for layer in layers for site in layer.sites if site.kind == "weight"):
+        for name, x in sim.stored_floats([site]).items():  # one at a time, since large ones are read from their file
+            sample = SiteSample()
+            sample.add(weight := np.asarray(x, np.float32))
+            if sample.values.size:
+                values[name] = _value_facts(sample, weight, encodings.get(name))
+
+    def badness(layer: LayerFacts) -> tuple[bool, float, float]:
+        own = [values[s.site].sqnr_db for s in layer.sites if s.site in values]
+        least = min((sqnr for sqnr in own if sqnr is not None), default=math.inf)
+        return layer.name not in first, -(layer.share or 0.0), least
+
+    drawn = {layer.name for layer in sorted(layers, key=badness)[:DRAWN]}
+    wanted = [
+        site.site
+        for layer in layers
+        if layer.name in drawn
+        for site in [s for s in layer.sites if not s.stored and not s.passes_through and s.encoding][:_COMPUTED]
+    ]
+    if data is not None and wanted:
+        samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
+        seen = door_of(sim).visit
+        seen(
+            data, lambda site, x: samples[site].add(x), title="values", sites=wanted, forward=forward, progress=progress
+        )
+        for site, sample in samples.items():
+            # a sample has lost its shape, so nothing but one scale for all of it can be compared
+            one = encoding if (encoding := encodings.get(site)) is not None and encoding.axis is None else None
+            if sample.values.size:
+                values[site] = _value_facts(sample, sample.values, one)
+    return [
+        replace(
+            layer,
+            sites=tuple(replace(site, values=values.get(site.site)) for site in layer.sites),
+            drawn=layer.name in drawn,
+        )
+        for layer in layers
+    ]
+
+
+def _reason(text: str) -> str:
+    """Return the reason of a float tensor; a file that is opened for its page is quantized by no rule."""
+    return "float in the file" if text.startswith("kept float32 by a rule") else text
+
+
+def _value_facts(sample: SiteSample, x: Array, encoding: Encoding | None) -> ValueFacts:
+    """Return the facts about values of which `x` is compared with the encoding, in the shape that its axis counts."""
+    if encoding is None:
+        return ValueFacts(sample.low, sample.high, sample.values)
+    noise = decibels(noise_to_signal(x, encoding))
+    return ValueFacts(sample.low, sample.high, sample.values, _clipped(x, encoding), noise)
+
+
+def _clipped(x: Array, encoding: Encoding) -> float:
+    """Return the share of values that are more than half a step beyond the ends of the grid."""
+
+    def aligned(per_scale: Array) -> Array:
+        return np.asarray(affine.align(per_scale, x.shape, encoding.axis, encoding.block_size))
+
+    half = aligned(encoding.scale) / 2 if encoding.dtype.is_integer else 0.0
+    beyond = (x > aligned(encoding.high) + half) | (x < aligned(encoding.low) - half)
+    return float(np.mean(beyond))

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -176,5 +177,5 @@ def _embedded(svg: str, prefix: str, label: str, colours: Mapping[str, str]) -> 
     for stand_in, variable in colours.items():
         text = text.replace(stand_in, variable)
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups()  # type: ignore[union-attr]
-    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
     return re.sub(r"\s*\n\s*", "\n", re.sub(r"<svg[^>]*>", head, text, count=1)).strip()
