@@ -27,6 +27,7 @@ _UNREACHED = (
     "only the trace has it, and no batch took this path (a mask that hides nothing is left out); quantize again and "
     "calibrate with data that does, to have it on a grid"
 )
+_MOVES_UNREACHED = "it holds values of a site that only the trace has and no batch reached; quantize again, see there"
 
 
 def calibrate(
@@ -69,7 +70,9 @@ def calibrate(
     unseen = [site for site in sim.not_exercised if site in new and site not in found.ranges]
     if all(new[site].calibrated for site in unseen):
         unseen = []  # they only move values
-    unreached = dict.fromkeys(unseen, _UNREACHED)
+    # what moves the values of such a site has no encoding either, though batches reach it
+    moved = [site for site in (sim.plan.calibrated_sites() if unseen else ()) if not new[site].calibrated]
+    unreached = {**dict.fromkeys(moved, _MOVES_UNREACHED), **dict.fromkeys(unseen, _UNREACHED)}
     return with_notes(sim.leave_coarse_float(found.report, found.ranges, found.parts, unreached), sim.bias_remarks())
 
 

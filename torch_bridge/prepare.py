@@ -1,6 +1,7 @@
 """Preparation of a module: copy, check, fold and wrap it, and find the sites that one forward pass reaches."""
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -308,5 +309,5 @@ def _copy_model(model: nn.Module) -> nn.Module:
     memo = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
     try:
         return copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, pickle.PickleError) as error:
         raise ModelError(f"the model cannot be copied: {error}; pass in_place=True to quantize it itself") from error

@@ -6,7 +6,7 @@ computed in the dtype of the input, where torch casts the input. A dropout that 
 traced as an op, what is written into its result would be missing from the argument; so would what is written into an
 einsum that only moves the axes of its operand, which torch returns as a view. Of an embedding of bags it writes a Loop.
 An einsum of several dtypes it writes as it is, which ONNX does not know. Of values whose mean is scattered to one place
-it writes the last one.
+it writes the last one. A sort it writes as a TopK, which is stable, unless it is asked for a stable one.
 """
 
 from collections.abc import Callable, Mapping
@@ -240,6 +240,8 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return _bilinear
     if func in _SCATTERS and (args[4] if len(args) > 4 else kwargs.get("reduce")) == "mean":
         return _scatter_mean if func is not Tensor.scatter_reduce_ else _in_place(_scatter_mean)
+    if func in _SORTS and "stable" in kwargs:
+        return lambda *given, stable, **named: func(*given, **named)
     if func in _DROPOUTS and not _drops(*args, **kwargs):
         return _given
     if func in _AVERAGES and (args[6] if len(args) > 6 else kwargs.get("divisor_override")) is not None:
@@ -264,6 +266,7 @@ def _names_no_axis(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 _SQUEEZES = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
+_SORTS = (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
 _MEANS = (torch.mean, Tensor.mean)
 _SCATTERS = (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_)
 _AVERAGES = (F.avg_pool2d, F.avg_pool3d)

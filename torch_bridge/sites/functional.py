@@ -116,11 +116,14 @@ def reads_narrow(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> boo
     return any(_is_narrow(x) for x in args) or any(_is_narrow(x) for x in (kwargs or {}).values())
 
 
-def run_rounded_once(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a function; in half precision, one that torch rounds inside computes in float32 and rounds its result once.
+def run_as_exported(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a function; of equal values topk and sort take the first before others, as ONNX says of TopK.
 
-    So does the exported op, on every processor. What is asked for in another dtype stays as torch computes it.
+    In half precision, one that torch rounds inside computes in float32 and rounds its result once. So does the
+    exported op, on every processor. What is asked for in another dtype stays as torch computes it.
     """
+    if func in _ORDERING and kwargs.get("out") is None:
+        return _ORDERING[func](*args, **kwargs)
     values = (*args, *kwargs.values())
     rounds = reads_narrow(args, kwargs) and _is_rounded_inside(func, args, kwargs)
     mixed = any(isinstance(x, torch.dtype) or (isinstance(x, Tensor) and x.dtype == torch.float32) for x in values)
@@ -128,6 +131,31 @@ def run_rounded_once(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         return func(*args, **kwargs)
     dtype = next(x.dtype for x in values if _is_narrow(x))
     return func(*map(_wide, args), **{name: _wide(x) for name, x in kwargs.items()}).to(dtype)
+
+
+def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not input.dim():
+        return torch.topk(input, k)
+    values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+def _sort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = True) -> Any:
+    return torch.sort(input, dim=dim, descending=descending, stable=True)
+
+
+def _argsort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = True) -> Tensor:
+    return torch.argsort(input, dim=dim, descending=descending, stable=True)
+
+
+_ORDERING: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.topk: _topk,
+    Tensor.topk: _topk,
+    torch.sort: _sort,
+    Tensor.sort: _sort,
+    torch.argsort: _argsort,
+    Tensor.argsort: _argsort,
+}
 
 
 def _is_rounded_inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
@@ -30,7 +30,7 @@ from torch_bridge.sites.functional import (
     op_name,
     reads_narrow,
     repeats_requires_grad,
-    run_rounded_once,
+    run_as_exported,
     with_narrow_scalars,
     with_one_rounding,
 )
@@ -376,7 +376,7 @@ class SiteMode(TorchFunctionMode):
         if self.runtime.phase == "mark":
             result = export_form(func, args, kwargs or {})(*args, **(kwargs or {}))
         elif frame is not None and self.runtime.phase != "float":
-            result = run_rounded_once(func, *args, **(kwargs or {}))
+            result = run_as_exported(func, *args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
         if frame is not None and recorder is not None:
@@ -393,7 +393,7 @@ class SiteMode(TorchFunctionMode):
         if not computes_floats(name, args, kwargs):
             return func(*args, **(kwargs or {}))
         owner = self.runtime.name_call(frame.next_owner(name), frame)
-        result = run_narrow(self.runtime.island_at(owner), None, run_rounded_once, func, *args, **(kwargs or {}))
+        result = run_narrow(self.runtime.island_at(owner), None, run_as_exported, func, *args, **(kwargs or {}))
         return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
     def _run_inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -424,3 +424,19 @@ class SiteMode(TorchFunctionMode):
         if result is None:
             result = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
         return result
+
+
+def _run_script_function(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what `torch.jit.script` compiled; in a sim as the Python that it was made of, whose ops have sites.
+
+    torch.export and torch.compile do so too; the compiled code calls no mode.
+    """
+    python = getattr(function, "_torchdynamo_inline", None)  # None: loaded from a file
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if python is None or not any(isinstance(mode, SiteMode) for mode in modes):
+        return _COMPILED_CALL(function, *args, **kwargs)
+    return python(*args, **kwargs)
+
+
+_COMPILED_CALL: Any = torch.jit.ScriptFunction.__call__
+torch.jit.ScriptFunction.__call__ = _run_script_function  # type: ignore[method-assign, assignment]

@@ -1,6 +1,7 @@
 """The traced graph is the authority on sites: dead ones, ones the example does not exercise, and differences."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class OnlyTraced(nn.Module):
         x = self.fc(x)
         if torch.compiler.is_compiling() or bool(negative.any()):
             x = x - negative * 3
-        return x
+        return x[:, 1:] * x[:, :-1]
 
 
 def test_a_site_that_only_the_trace_has_is_float_where_no_batch_takes_its_path(tmp_path):
@@ -76,13 +77,45 @@ def test_a_site_that_only_the_trace_has_is_float_where_no_batch_takes_its_path(t
     report = calibrate(sim, [zero], progress=False)  # the very example is enough
     notes = {row["site"]: row["note"] for row in report.rows if "note" in row}
     assert "only the trace has it, and no batch took this path" in notes["sub.0:output"]
-    assert states(sim)["sub.0:output"] == "float"
+    assert states(sim)["sub.0:output"] == states(sim)["getitem.0:output"] == "float"
+    assert "holds values of a site that only the trace has" in notes["getitem.0:output"]
     assert all(sim.ready().values())
     qsdk.export(sim, tmp_path / "model.onnx")
     assert qsdk.check_parity(sim, tmp_path / "model.onnx", [zero], progress=False).summary["passed"]
     calibrate(reached, [one], progress=False)
     assert all(reached.ready().values())
     assert reached.plan.decisions["sub.0:output"].quantized
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * (x + 3).clamp(0, 6) / 6
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch deprecates it; libraries have it for their activations
+    hard_swish = torch.jit.script(scaled)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(hard_swish(self.fc(x)))
+
+
+def test_ops_of_a_scripted_function_are_sites(tmp_path):
+    x, model = seeded(4, 4), Scripted().eval()
+    model.kept = hard_swish
+    with pytest.raises(ModelError, match=r"cannot be copied: ScriptFunction cannot be pickled; pass in_place=True"):
+        qsdk.quantize(model, x)
+    sim = qsdk.quantize(model, x, in_place=True)
+    assert not sim.not_exercised
+    calibrate(sim, [x], progress=False)
+    assert states(sim)["div.0:output"] == "quantized"
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False).summary["passed"]
 
 
 class MovedScores(nn.Module):
