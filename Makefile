@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-newest test-gpu test-ci-slow test-slow check docs tutorials fmt bench
+.PHONY: help setup demo test test-newest faults test-gpu test-ci-slow test-slow check docs tutorials fmt bench
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ test-ci-slow: setup ## run the slow tests that CI runs (minutes)
 
 test-slow: setup ## run every slow test, the nightly ones too (hours)
 	@$(PYTEST) -m slow
+
+faults: setup ## plant 300 faults in the package, and say which the default tests do not see (hours)
+	@$(PYTEST) -m "not slow and not gpu" -p scripts.function_calls --note-calls build/calls
+	@$(BIN)/python scripts/plant_faults.py --calls build/calls
 
 check: setup ## lint, format, types, import contracts, architecture
 	@$(BIN)/ruff check -q
