@@ -1,5 +1,7 @@
 """`qsdk.sensitivity`: the estimate of one pass, the exact measurement, metrics, and what stays untouched."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,16 @@ def test_a_row_that_rests_on_few_random_signs_or_is_beyond_first_order_says_so()
     report = sensitivity_report(layers, noise, {}, {})
     assert {row["layer"] for row in report.rows if row["note"] == "estimate is uncertain"} == {"few", "strong"}
     assert "note" not in sensitivity_report([layers[1]], noise, {}, {}).rows[0]
+
+
+def test_what_remains_without_a_layer_keeps_what_is_in_the_stored_values():
+    layers = [LayerSites(name, "weights", (f"{name}:weight",), "int8") for name in ("a", "b")]
+    noise = OutputNoise(signal=100.0, all_quantized=6.0, stored=1.0, alone={"a:weight": 4.0, "b:weight": 1.0})
+    report = sensitivity_report(layers, noise, {}, {})
+    assert [row["layer"] for row in report.rows] == ["a", "b"]
+    assert [row["sqnr_db_without"] for row in report.rows] == pytest.approx([10 * math.log10(50), 10 * math.log10(20)])
+    assert [row["share"] for row in report.rows] == [0.8, 0.2]
+    assert report.summary["rows_with_80_percent"] == 1
 
 
 @pytest.mark.slow

@@ -62,6 +62,11 @@ def test_noise_at_the_budget_changes_nothing():
         assert budget.holds((1, 1))
 
 
+def test_what_was_taken_back_comes_back_within_the_budget_alone():
+    assert Clock([0.5, 1.9, 1.0]).fitted(12.0, (1, 1, 1)) == (1, 0, 1), "12.4 ms are within the tolerance alone"
+    assert Clock([0.5, 1.5, 1.0]).fitted(12.0, (1, 1, 1)) == (1, 1, 0)
+
+
 def test_measuring_stops_at_the_number_that_was_given():
     clock = Clock([1.0] * 32)
     chosen = clock.fitted(20.0, (1,) * 32, most=5)
