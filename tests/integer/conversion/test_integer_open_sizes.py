@@ -9,6 +9,8 @@ import torch
 from dynamic_products import dynamic_product
 from integer_comparison import noise
 from integer_models import Net
+from onnx import helper, numpy_helper
+from qdq_models import make_model
 
 import qsdk
 from onnx_backend.integer.convert import convert
@@ -153,3 +155,17 @@ def test_every_refusal_of_an_open_size_names_the_remedy(kind):
         convert(prepare(of_open_sizes(kind)))
     for line in str(caught.value).splitlines()[1:]:
         assert "shapes={input name: sizes}" in line, line
+
+
+@pytest.mark.parametrize(
+    ("part", "kept"), [({"start": 0, "end": 1}, [3]), ({"start": 1}, [5, 2]), ({"end": -1}, [3, 5])], ids=str
+)
+def test_sizes_of_some_axes_are_those_of_these_axes(part, kept):
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"], **part),
+        helper.make_node("Cast", ["s"], ["f"], to=1),
+        helper.make_node("Identity", ["f"], ["y"]),
+    ]
+    decided = with_decided_sizes(make_model(nodes, {"x": [3, 5, 2]}, {"y": [len(kept)]}, {}))
+    stored = {t.name: numpy_helper.to_array(t).tolist() for t in decided.graph.initializer}
+    assert stored["f"] == kept

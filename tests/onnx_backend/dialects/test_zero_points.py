@@ -77,6 +77,12 @@ def test_both_are_needed(missing, tmp_path):
     assert "QGemm" not in optimized(model, tmp_path)
 
 
+def test_a_product_that_the_model_gives_back_is_no_gemm(tmp_path):
+    model = layer("MatMul")
+    model.graph.output.append(helper.make_tensor_value_info("m", onnx.TensorProto.FLOAT, ["n", 8]))
+    assert write_zero_points(model, RANKS) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [{"made": "uint16"}, {"given": "uint16"}, {"scale": np.float16}, {"op": "MatMul", "rank": 3}],

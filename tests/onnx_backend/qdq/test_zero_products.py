@@ -5,9 +5,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from qdq_models import LEVELS, make_model, run, weights
 from torch import nn
 
 import qsdk
+from onnx_backend.dialects.zero_products import drop_zero_products
 
 
 class Steps(nn.Module):
@@ -77,3 +79,22 @@ def test_the_only_reader_of_a_weight_stays(tmp_path):
     exported(Steps(nn.GRUCell(12, 16)).eval(), path, qsdk.w8a8(), steps=1)
     assert products(path) == 2
     assert "cell:weight_hh" in qsdk.quantize(path).encodings
+
+
+@pytest.mark.parametrize(("options", "dropped"), [({}, True), ({"beta": 0.5}, False), ({"transA": 1}, False)], ids=str)
+def test_a_gemm_that_scales_its_bias_or_reads_columns_stays(options, dropped):
+    node, stored = onnx.helper.make_node, weights(b=(4,)) | {"s": np.full((), 0.1, np.float32)}
+    stored |= {"w": np.arange(16, dtype=np.int8).reshape(4, 4), "shape": np.array([4, 4], np.int64)}
+    nodes = [
+        node("ConstantOfShape", ["shape"], ["zeros"]),
+        node("DequantizeLinear", ["w", "s"], ["wd"]),
+        node("Gemm", ["zeros", "wd", "b"], ["first"], **options),
+        node("Gemm", ["x", "wd", "b"], ["second"]),
+        node("Add", ["first", "second"], ["y"]),
+    ]
+    model = make_model(nodes, {"x": [4, 4]}, {"y": [4, 4]}, stored)
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    wanted = run(model, {"x": x}, LEVELS[0])[0]
+    drop_zero_products(model)
+    assert [n.op_type for n in model.graph.node].count("Gemm") == (1 if dropped else 2)
+    np.testing.assert_array_equal(run(model, {"x": x}, LEVELS[0])[0], wanted)
