@@ -145,19 +145,34 @@ def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[st
     return found
 
 
+def medians(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield, for each kind of file, the median of its time over stock's and of its SQNR less stock's."""
+    for kind in (*CONFIGS, "integer"):
+        both = [row for row in rows if kind in row and any(name.startswith("stock") for name in row)]
+        if not both:
+            continue
+        stock = [[name for name in row if name.startswith("stock")] for row in both]
+        times = [row[kind] / min(row[name] for name in names) for row, names in zip(both, stock, strict=True)]
+        gains = [row["sqnr"][kind] - max(row["sqnr"][n] for n in names) for row, names in zip(both, stock, strict=True)]
+        faster = sum(row[kind] < 1.0 for row in both)
+        text = f"- {kind}: {np.median(times):.2f} times stock's time (median; largest {max(times):.2f})"
+        text += f", {np.median(gains):+.1f} dB (smallest {min(gains):+.1f})"
+        yield text + f"; faster than float in {faster} of {len(both)} rows"
+
+
 def write_page(lines: Path) -> None:
     """Write the table of the documentation from the JSON lines of a run."""
     found = [json.loads(line) for line in lines.read_text().splitlines() if line.startswith("{")]
-    rows = [
-        "| network | batch | threads | float, ms | stock | ours | dialect | vnni | SQNR stock | ours | dialect | vnni |"
-    ]
-    rows.append("|---|" + "---:|" * 11)
+    kinds = [*CONFIGS, "integer"]
+    names = ["network", "batch", "threads", "float, ms", "stock", *kinds, "SQNR stock", *kinds]
+    rows = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
     for row in found:
         stock = [name for name in ("stock_plain", "stock_prepared") if name in row]
         best = min((row[name] for name in stock), default="-")
         heard = max((row["sqnr"][name] for name in stock), default="-")
-        cells = [row["name"], row["batch"], row["threads"], row["float_ms"], best, *(row.get(k, "-") for k in CONFIGS)]
-        rows.append("| " + " | ".join(map(str, [*cells, heard, *(row["sqnr"].get(k, "-") for k in CONFIGS)])) + " |")
+        cells = [row["name"], row["batch"], row["threads"], row["float_ms"], best, *(row.get(k, "-") for k in kinds)]
+        rows.append("| " + " | ".join(map(str, [*cells, heard, *(row["sqnr"].get(k, "-") for k in kinds)])) + " |")
+    rows += ["", *medians(found)]
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(before + START + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
 

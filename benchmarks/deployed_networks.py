@@ -134,15 +134,15 @@ class Mean(nn.Module):
 
 
 def settled(model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
-    """Return the model in eval mode, its BatchNorms with statistics of some batches."""
+    """Return the model in eval mode, its BatchNorms with the mean statistics of random batches."""
     norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.momentum = None  # the mean of all batches
     if norms:
         model.train()
         with torch.no_grad():
-            for _ in range(3):
-                model(*(t + 0.1 * torch.randn_like(t) if t.is_floating_point() else t for t in example))
+            for _ in range(8):
+                model(*(torch.randn_like(t) if t.is_floating_point() else t for t in example))
     return model.eval()
 
 
@@ -240,7 +240,9 @@ NETWORKS: dict[str, Network] = {
     "RegNet": Network("cnn", foreign("RegNetForImageClassification", hidden_sizes=[32, 64, 128, 256]), image(96)),
     "MobileNetV2": Network("mobile", foreign("MobileNetV2ForImageClassification"), image(128)),
     "MobileNetV3-like": Network("mobile", mobile_v3, image(128)),
-    "EfficientNet-B0": Network("mobile", foreign("EfficientNetForImageClassification", image_size=96), image(96)),
+    "EfficientNet-B0": Network(
+        "mobile", foreign("EfficientNetForImageClassification", image_size=96, initializer_range=0.2), image(96)
+    ),
     "ConvNeXt-atto": Network(
         "convnext",
         foreign("ConvNextForImageClassification", hidden_sizes=[40, 80, 160, 320], depths=[2, 2, 6, 2]),
