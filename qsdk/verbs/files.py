@@ -66,7 +66,7 @@ def save_encodings(
     Args:
         sim: of either side.
         path: of the file.
-        version: None or "qsdk" for the own format; AIMET's "0.6.1", "1.0.0", "2.0.0" or "2.1.0".
+        version: None or "qsdk" for the own format; AIMET's "1.0.0", "2.0.0" or "2.1.0".
         model: with a version of AIMET, the float ONNX model whose tensor names the entries are to carry, matched by
             structure alone; None for the names of the sim's own graph.
         allow_loss: leave out the sites that the version cannot express, instead of raising an error.
@@ -197,7 +197,7 @@ def convert_encodings(
     """
     chosen = require_version(version)
     stored, listed = read_with(source, model)
-    tensors = facts_of(stored, listed, model_io.source_name(source), needs_kinds=chosen in ("0.6.1", "1.0.0"))
+    tensors = facts_of(stored, listed, model_io.source_name(source), needs_kinds=chosen == "1.0.0")
     return _write(stored, tensors, out, chosen, allow_loss=allow_loss)
 
 

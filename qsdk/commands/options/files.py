@@ -84,7 +84,7 @@ def add_encodings(commands: Any) -> None:
     )
     convert.add_argument("source", help="a file of encodings, or a Q/DQ ONNX model")
     convert.add_argument("out")
-    convert.add_argument("--to", required=True, metavar="VERSION", help="qsdk, 0.6.1, 1.0.0, 2.0.0 or 2.1.0")
+    convert.add_argument("--to", required=True, metavar="VERSION", help="qsdk, 1.0.0, 2.0.0 or 2.1.0")
     convert.add_argument("--model", help=of_model)
     convert.add_argument("--allow-loss", action="store_true", help="leave out what the version cannot say, and list it")
     convert.set_defaults(run="qsdk.commands.encodings:run_convert")

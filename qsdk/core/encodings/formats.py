@@ -5,6 +5,7 @@ from typing import Any
 
 from qsdk.core.encodings.aimet.at_sites import at_sites
 from qsdk.core.encodings.aimet.read import VERSIONS, is_aimet, read_aimet
+from qsdk.core.encodings.aimet.write import WRITTEN
 from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, read_own
 from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
 from qsdk.core.errors import ConfigError, FileFormatError
@@ -17,13 +18,15 @@ OWN = "qsdk"
 
 
 def require_version(version: str | None) -> str:
-    """Return the version of a format by its name, `qsdk` for None.
+    """Return the version of a format to write by its name, `qsdk` for None.
 
     Raises:
-        ConfigError: there is no such version.
+        ConfigError: there is no such version, or it is only read.
     """
-    if version not in (None, OWN, *VERSIONS):
-        raise ConfigError(f"there is no encodings version {version!r}; choose one of {', '.join((OWN, *VERSIONS))}")
+    if version not in (None, OWN, *WRITTEN):
+        raise ConfigError(
+            f"no encodings version {version!r} can be written; choose one of {', '.join((OWN, *WRITTEN))}"
+        )
     return version or OWN
 
 

@@ -37,10 +37,33 @@ def calibrated(config: qsdk.QuantConfig):
     return sim
 
 
+def in_0_6_1(sim, path) -> dict:
+    """The encodings of a sim by tensor, in the form that AIMET wrote at first."""
+    qsdk.save_encodings(sim, path, version="1.0.0")
+    data = json.loads(path.read_text())
+    return {"version": "0.6.1"} | {
+        section: {
+            entry["name"]: [
+                {
+                    "bitwidth": entry["bw"],
+                    "dtype": "int",
+                    "is_symmetric": str(entry["is_sym"]),
+                    "scale": scale,
+                    "offset": offset,
+                    "min": offset * scale,
+                    "max": (offset + 2 ** entry["bw"] - 1) * scale,
+                }
+                for scale, offset in zip(entry["scale"], entry["offset"], strict=True)
+            ]
+            for entry in data[section]
+        }
+        for section in ("activation_encodings", "param_encodings")
+    }
+
+
 def by_modules(sim, path) -> dict:
     """What `QuantizationSimModel.export` writes beside the ONNX model: activations by module, parameters by path."""
-    qsdk.save_encodings(sim, path, version="0.6.1")
-    flat = json.loads(path.read_text())
+    flat = in_0_6_1(sim, path)
     entry = {name: entries[0] for name, entries in flat["activation_encodings"].items()}
     modules = {
         "conv": {"input": {"0": entry["x"]}},
@@ -121,8 +144,7 @@ def test_weights_of_another_form_are_refused_with_the_config_that_takes_them(nam
 
 def test_no_remedy_is_made_up_where_a_file_only_lacks_entries(tmp_path):
     config, path = qsdk.load_config("htp_v81"), tmp_path / "e.json"
-    qsdk.save_encodings(calibrated(config), path, version="0.6.1")
-    data = json.loads(path.read_text())
+    data = in_0_6_1(calibrated(config), path)
     data["param_encodings"].pop("fc2.weight")
     path.write_text(json.dumps(data))
     with pytest.raises(FileFormatError, match="1 not in the file: fc2:weight") as caught:

@@ -25,7 +25,7 @@ from qsdk.verbs.files import convert_encodings, load_encodings, save_encodings
 from qsdk.verbs.quantize import calibrate, export, quantize
 
 both = pytest.mark.parametrize("door", DOORS)
-FORMATS = ("qsdk", "0.6.1", "1.0.0", "2.0.0", "2.1.0")
+FORMATS = ("qsdk", "1.0.0", "2.0.0", "2.1.0")
 AIMET = FORMATS[1:]
 X = np.float32(
     [[-1.55, 0.86, 0.12, -0.64], [2, 0.76, -1.2, 0.07], [0.58, -0.19, 0.68, -0.07], [0.67, 1.44, -0.68, 0.2]]
@@ -50,7 +50,7 @@ def test_encodings_have_the_keys_and_values_and_load_to_identical_outputs(door, 
         assert np.array_equal(outputs(fresh), outputs(sim))
 
 
-@pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
+@pytest.mark.parametrize("version", ["1.0.0", "2.0.0"])
 def test_keys_and_values_of_encodings_are_those_that_aimet_writes(version, tmp_path):
     """Weights and inputs, whose ranges both tools take as they are, agree to the last digit of a float32 or two."""
     sim = quantize(tiny(), None, w8a8().override("mm1", activation="float16"))
@@ -248,20 +248,23 @@ def test_a_file_of_another_model_is_refused_and_nothing_is_written(tmp_path):
 
 
 def test_what_a_format_cannot_say_leaves_no_file(tmp_path):
-    sim = quantize(tiny(), None, w4a8(block_size=2))
+    config = w8a8().override("mm1", weight="float8e4m3fn")
+    sim = quantize(tiny(), None, config)
     calibrate(sim, [X.reshape(4, 2, 2, 1)], progress=False)
-    with pytest.raises(ExportError, match=r"0\.6\.1 cannot say .*mm1:weight \(it has no blocks; write version 1\.0\.0"):
+    with pytest.raises(ExportError, match=r"1\.0\.0 cannot say .*mm1:weight \(it has no float8e4m3fn; write version 2"):
+        save_encodings(sim, tmp_path / "e.json", version="1.0.0")
+    with pytest.raises(
+        ConfigError, match=r"no encodings version '0\.6\.1' can be written; choose one of qsdk, 1\.0\.0"
+    ):
         save_encodings(sim, tmp_path / "e.json", version="0.6.1")
-    with pytest.raises(ConfigError, match=r"no encodings version '1\.5'; choose one of qsdk, 0\.6\.1"):
-        save_encodings(sim, tmp_path / "e.json", version="1.5")
     with pytest.raises(ConfigError, match="qsdk's own goes by sites: leave it out"):
         save_encodings(sim, tmp_path / "e.json", model=tiny())
     assert list(tmp_path.iterdir()) == []
-    report = save_encodings(sim, tmp_path / "e.json", version="0.6.1", allow_loss=True)
+    report = save_encodings(sim, tmp_path / "e.json", version="1.0.0", allow_loss=True)
     lost = [row["site"] for row in report.rows if row["loss"].startswith("left out")]
-    assert lost == ["conv:weight", "mm1:weight", "mm2:weight"]
-    fresh = quantize(tiny(), None, w4a8(block_size=2))
-    with pytest.raises(FileFormatError, match="3 not in the file: conv:weight, mm1:weight, mm2:weight"):
+    assert lost == ["mm1:weight"]
+    fresh = quantize(tiny(), None, config)
+    with pytest.raises(FileFormatError, match="1 not in the file: mm1:weight"):
         load_encodings(fresh, tmp_path / "e.json")
     load_encodings(fresh, tmp_path / "e.json", strict=False)
     assert not fresh.ready()["mm1:weight"]

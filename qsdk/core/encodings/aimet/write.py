@@ -1,4 +1,4 @@
-"""Writing AIMET's encodings files, versions 0.6.1, 1.0.0, 2.0.0 and 2.1.0; see `read.py` for the conventions.
+"""Writing AIMET's encodings files, versions 1.0.0, 2.0.0 and 2.1.0; see `read.py` for the conventions.
 
 Scales are written as doubles with the exact float32 values, so that readers of doubles compute with the same ones.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from qsdk.core.encodings.aimet.read import VERSIONS
 from qsdk.core.encodings.aimet.stated import Stated, channel_axis_of, in_order, to_stated, with_sign_of
 from qsdk.core.encodings.tensor_facts import TensorFacts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
@@ -17,7 +16,8 @@ from qsdk.core.numerics.dtypes import DTYPES, DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.two_level_scales import TwoLevel, split_block_scales
 
-_LEGACY = ("0.6.1", "1.0.0")
+WRITTEN = ("1.0.0", "2.0.0", "2.1.0")
+_FIRST = WRITTEN[0]
 
 
 def dumps_aimet(
@@ -46,8 +46,8 @@ def dumps_aimet(
         ConfigError: an unknown version.
         ExportError: lists every site that the format cannot express, with the remedy.
     """
-    if version not in VERSIONS:
-        raise ConfigError(f"there is no AIMET version {version!r}; choose one of {', '.join(VERSIONS)}")
+    if version not in WRITTEN:
+        raise ConfigError(f"no AIMET version {version!r} can be written; choose one of {', '.join(WRITTEN)}")
     sections: dict[str, list[tuple[str, Any]]] = {"activation_encodings": [], "param_encodings": [], "encodings": []}
     rows, unwritable = [], []
     listed: dict[str, Encoding | DType] = {**encodings, **casts}
@@ -59,7 +59,7 @@ def dumps_aimet(
                 raise FileFormatError("no tensor of the model plays its part; give the float model that was quantized")
             row["tensor"] = tensor.name
             entry, row["form"], row["loss"] = _entry(result, tensor, version)
-            section = "encodings" if version not in _LEGACY else _section(tensor)
+            section = _section(tensor) if version == _FIRST else "encodings"
             if entry is not None:
                 sections[section].append((tensor.name, entry))
         except FileFormatError as error:
@@ -71,7 +71,7 @@ def dumps_aimet(
             f"version {version} cannot say the encodings of {'; '.join(unwritable)}; choose another version, or leave "
             "these sites out with allow_loss=True"
         )
-    names = ("activation_encodings", "param_encodings") if version in _LEGACY else ("encodings",)
+    names = ("activation_encodings", "param_encodings") if version == _FIRST else ("encodings",)
     return _text(version, producer, {name: sections[name] for name in names}), rows
 
 
@@ -86,14 +86,8 @@ def _section(tensor: TensorFacts) -> str:
 def _text(version: str, producer: str, sections: Mapping[str, list[tuple[str, Any]]]) -> str:
     head = [f'"version": {json.dumps(version)}', f'"producer": {json.dumps({"package": "qsdk", "version": producer})}']
     for section, entries in sections.items():
-        if version == "0.6.1":
-            lines = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries]
-            left, right = "{}"
-        else:
-            lines = [f"    {json.dumps({'name': name, **entry})}" for name, entry in entries]
-            left, right = "[]"
-        body = ",\n".join(lines)
-        head.append(f'"{section}": {left}\n{body}\n  {right}' if lines else f'"{section}": {left}{right}')
+        lines = ",\n".join(f"    {json.dumps({'name': name, **entry})}" for name, entry in entries)
+        head.append(f'"{section}": [\n{lines}\n  ]' if lines else f'"{section}": []')
     return "{\n  " + ",\n  ".join(head) + "\n}\n"
 
 
@@ -106,7 +100,7 @@ def _entry(encoding: Encoding | DType, tensor: TensorFacts, version: str) -> tup
         raise FileFormatError(
             f"{encoding.dtype} has a grid that AIMET has no name for; use {_full_grid_name(encoding.dtype)}"
         )
-    if version in _LEGACY:
+    if version == _FIRST:
         if not encoding.dtype.is_integer:
             raise FileFormatError(f"it has no {encoding.dtype}; write version 2.0.0")
         if encoding.dtype.signed and not encoding.symmetric:
@@ -118,9 +112,7 @@ def _entry(encoding: Encoding | DType, tensor: TensorFacts, version: str) -> tup
             loss.append("axis (the reader's model gives it)")
     stated = to_stated(encoding, tensor)
     lost = ", ".join(loss)
-    if version == "0.6.1":
-        return _to_0_6_1(stated), stated.granularity, lost
-    if version == "1.0.0":
+    if version == _FIRST:
         return *_to_1_0_0(stated), lost
     return *_to_2(stated, nested=version == "2.1.0"), lost
 
@@ -130,31 +122,11 @@ def _full_grid_name(dtype: DType) -> str:
 
 
 def _cast(dtype: DType, version: str) -> tuple[Any, str, str]:
-    if version not in _LEGACY:
+    if version != _FIRST:
         return None, "cast", "left out: versions from 2.0.0 have no casts"
     if dtype.name != "float16":
         raise FileFormatError(f"it has no {dtype}; use float16")
-    entry: dict[str, Any] = {"bitwidth": 16, "dtype": "float"}
-    return ([entry] if version == "0.6.1" else {"dtype": "FLOAT", "bw": 16, "enc_type": "PER_TENSOR"}), "cast", ""
-
-
-def _to_0_6_1(stated: Stated) -> list[dict[str, Any]]:
-    if stated.granularity == "block":
-        raise FileFormatError("it has no blocks; write version 1.0.0 or later")
-    dtype = stated.dtype
-    pairs = zip(stated.scale.reshape(-1), stated.zero_point.reshape(-1), strict=True)
-    return [
-        {
-            "min": (dtype.lo - int(zero)) * float(scale),
-            "max": (dtype.hi - int(zero)) * float(scale),
-            "scale": float(scale),
-            "offset": int(dtype.lo) - int(zero),
-            "bitwidth": dtype.bits,
-            "dtype": "int",
-            "is_symmetric": str(dtype.signed),
-        }
-        for scale, zero in pairs
-    ]
+    return {"dtype": "FLOAT", "bw": 16, "enc_type": "PER_TENSOR"}, "cast", ""
 
 
 def _to_1_0_0(stated: Stated) -> tuple[dict[str, Any], str]:
