@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 from qsdk.core.aimet_config.load_config import load_config
 from qsdk.core.callbacks import callbacks
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
-from qsdk.core.counterparts import missing_name
 from qsdk.core.errors import (
     CalibrationError,
     ConfigError,
@@ -46,6 +45,7 @@ from qsdk.core.errors import (
     ModelError,
     QsdkError,
 )
+from qsdk.core.missing_names import missing_name
 from qsdk.core.numerics.dtypes import (
     BlockFormat,
     DType,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qsdk.core.counterparts import OF_MODULES, quantizers_of
 from qsdk.core.errors import ModelError
+from qsdk.core.missing_names import OF_MODULES, quantizers_of
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint, run_without_normalization
 from torch_bridge.folding.computed_weights import fold_computed_in_checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
-from qsdk.core.counterparts import other_config, other_widths
 from qsdk.core.errors import ConfigError
+from qsdk.core.missing_names import other_config, other_widths
 from qsdk.core.read_files import parse_json, read_text
 
 PRESETS: Mapping[str, Callable[..., QuantConfig]] = MappingProxyType(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.counterparts import missing_in_sim
 from qsdk.core.errors import CalibrationError, ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.missing_names import missing_in_sim
 from qsdk.core.numerics.dtypes import DType, WeightType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import explanation
