@@ -62,11 +62,11 @@ def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Run
         known[0] for module, known in paths.items() if isinstance(module, nn.MultiheadAttention)
     )
     for module, known in paths.items():
-        names = quantized_parameters(module, declared)
+        wrapped = quantized_class(type(module), quantized_parameters(module, declared))  # type: ignore[arg-type]
         own = remove_own_forward(module)
         leaf = own is None and is_leaf(module)
         module.__dict__[STATE] = ModuleState(known, leaf, has_output_site(module), runtime, [], own_forward=own)
-        module.__class__ = quantized_class(type(module), names)  # type: ignore[arg-type]
+        module.__class__ = wrapped
     return runtime
 
 
@@ -140,6 +140,9 @@ class _ElsewhereOf:
 
 class _QuantizedModule(nn.Module):
     """The base class that every wrapped class puts before the module's own class."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Tell no class of a library, which may want arguments or list the classes made of it."""
 
     def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)

@@ -16,6 +16,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.index_bounds import index_bounds
 from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from qsdk.core.errors import IntegerError
@@ -96,6 +97,17 @@ def test_a_wrong_bound_is_refused():
     words = rf"an accumulator of '{planted.label}' reaches \d+ in the measurement, beyond its bound of 1000"
     with pytest.raises(IntegerError, match=words):
         measure(model, result.model, inputs, edges="float", operations=result.operations)
+
+
+def test_indices_of_the_measurement_lie_in_the_tables_that_they_reach_behind_choices_and_offsets():
+    net = Net()
+    ids = net.input([4, 3], "ids", onnx.TensorProto.INT64)
+    column = net.op("Gather", ids, net.const(np.int64(1)), axis=1)
+    moved = net.op("Add", net.const(np.array([0, 2, 5])), ids)
+    for table, indices in ((np.ones((9, 2), np.float32), column), (np.ones((12, 2), np.float32), moved)):
+        net.op("Gather", net.const(table), indices)
+    net.output(net.op("GatherND", net.const(np.ones(10, np.float32)), net.op("Unsqueeze", ids, net.const([2]))), [4, 3])
+    assert index_bounds(net.model()) == {"ids": 7}
 
 
 def test_a_bound_that_is_too_small_by_one_is_refused():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -205,3 +205,27 @@ def test_a_call_at_an_unknown_place_takes_the_number_of_no_other(monkeypatch: py
         made.append(numbers.name("add.0", frame, op=True))
     assert made[:4] == ["add.1", "add.0", "add.3", "add.2"]
     assert not {"add.0", "add.1", "add.2"} & set(made[4:])
+
+
+class Registered(nn.Module):
+    """A base class that lists its subclasses under the name that each must give."""
+
+    made: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name: str) -> None:
+        super().__init_subclass__()
+        cls.made[name] = cls
+
+
+class Doubled(Registered, name="doubled"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * 2
+
+
+def test_a_class_that_wants_arguments_of_its_subclasses_is_wrapped_and_sees_none(tmp_path: Path):
+    file_of(calibrated(Doubled().eval(), X), tmp_path)
+    assert Registered.made == {"doubled": Doubled}
