@@ -1,25 +1,21 @@
 """Say whether the 8-bit kernels of ONNX Runtime can overflow for a model on this processor."""
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.proto.external_data import array
+from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
 from qsdk.core.graph.op_facts import LINEAR
+from qsdk.core.numerics.exact_sums import are_exact
 from qsdk.core.report import Report
-
-_EXACT_CODE = 64  # two products of 255 and codes up to this fit into 16 bits
 
 
 def overflow_reason(model: ModelProto) -> str:
     """Return why a session at the runtime's default level may be off on this processor, with the remedies.
 
     Processors of the x86 family without VNNI add pairs of products of uint8 activations and int8 weights in 16 bits,
-    which saturate. A model can only meet that where such a layer has weights beyond 7 bits.
+    which saturate. A model can only meet that where two neighbours among a layer's weights add up to more than 128.
 
     Args:
         model: a Q/DQ model.
@@ -35,7 +31,8 @@ def overflow_reason(model: ModelProto) -> str:
     def overflows(read: QdqPair | None, weight: QdqPair | None) -> bool:
         if read is None or weight is None or weight.stored is None or read.encoding.dtype.name != "uint8":
             return False
-        return weight.encoding.dtype.name == "int8" and _reaches(array(stored[weight.stored]))
+        axis = attributes(weight.dequantize).get("axis", 1) if weight.encoding.scale.size > 1 else None
+        return weight.encoding.dtype.container == "int8" and not are_exact(array(stored[weight.stored]), axis)
 
     # a Gemm runs on codes only where both operands have zero-point tensors
     layers = ((node, *map(pairs.get, node.input[:2])) for node in model.graph.node if node.op_type in LINEAR)
@@ -43,7 +40,7 @@ def overflow_reason(model: ModelProto) -> str:
         return ""
     return (
         "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: "
-        "weights of 7 bits (quantize with config.for_dialect('onnxruntime')) and of uint8 (processor='avx2') are exact "
+        "weights of int8_exact (quantize with config.for_dialect('onnxruntime')), of int7 and of uint8 are exact "
         "there, and so is to_integer with weights='unsigned'"
     )
 
@@ -68,7 +65,3 @@ def with_overflow(report: Report, model: ModelProto, *, in_session: bool) -> Rep
     warning = f"not what was compared: {reason}; runtime='onnxruntime' compares it"
     fact = {"reason": reason} if in_session else {"default_session": warning}
     return Report(report.title, report.rows, {**report.summary, **fact})
-
-
-def _reaches(codes: npt.NDArray[Any]) -> bool:
-    return bool(np.max(np.abs(codes.astype(np.int16)), initial=0) > _EXACT_CODE)

@@ -23,6 +23,7 @@ from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of
 from qsdk.core.numerics.dtypes import DTYPES, WHOLE_BYTES, float8e4m3fn, float8e8m0
 from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.numerics.exact_sums import are_exact
 from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Plan
 
@@ -50,6 +51,11 @@ def store(
         codes = quantize_tensor(encoding, values, permutation)
     except ValueError as error:
         raise ExportError(f"the encoding of {site} does not fit its shape {values.dims}: {error}") from error
+    if encoding.dtype.exact_sums and not are_exact(encoding.quantize(values.value()), encoding.axis):
+        raise ExportError(
+            f"products of the weights at {site} do not add up exactly on every processor, as {encoding.dtype} says: "
+            "their scales were given or frozen; calibrate them, or choose weight='int8', exact with VNNI and on ARM"
+        )
     scale, zero_point, axis = encoding.scale, encoding.zero_point, encoding.axis
     if permutation is not None:
         if axis is not None:

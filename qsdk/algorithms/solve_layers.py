@@ -16,6 +16,7 @@ from qsdk.algorithms.owners import Owners, solve_together
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
+from qsdk.core.numerics.exact_sums import made_exact
 from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.report import Report
 from qsdk.progress import progress_of
@@ -75,7 +76,7 @@ def solve_layers(
             results = _solve_step(step, walk, solver, gathers, seed, owners.assign(step.layers), store)
             with ranks.telling_others():
                 for layer, problem, solved, seconds in results:
-                    solution = _unless_codes_get_lost(layer, problem, solved)
+                    solution = _with_exact_sums(layer, _unless_codes_get_lost(layer, problem, solved))
                     _write(walk, layer, problem, solution, rounded)
                     rows[layer.site] = _row(layer.site, solution, seconds)
                     bar.log(error_before=solution.error_before, error_after=solution.error_after)
@@ -143,6 +144,15 @@ def _unless_codes_get_lost(layer: Layer, problem: LayerProblem, solution: Soluti
     if not reason:
         return solution
     return Solution(problem.encoding, None, solution.error_before, solution.error_before, reason)
+
+
+def _with_exact_sums(layer: Layer, solution: Solution) -> Solution:
+    """Return a solution in which codes of `int8_exact` add up to no more than its kernels can."""
+    if solution.weight is None or not layer.spec.dtype.exact_sums:
+        return solution
+    encoding, stored = solution.encoding, layer.layout.from_matrix(solution.weight).cpu().numpy()
+    exact = encoding.dequantize(made_exact(encoding.quantize(stored), encoding.axis))
+    return replace(solution, weight=layer.layout.to_matrix(torch.from_numpy(exact).to(solution.weight)))
 
 
 def _mean_shift(problem: LayerProblem, weight: Tensor) -> Any:

@@ -10,6 +10,7 @@ from qsdk.algorithms.solvers.few_threads import one_thread_for
 from qsdk.algorithms.solvers.layer_losses import Loss, Quadratic
 from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.numerics.encoding import FloatArray
+from qsdk.core.numerics.exact_sums import least_scale
 from qsdk.core.ranges.ranges import range_of, scale_and_zero_point
 
 #: Blocks of more weights are searched roughly first.
@@ -46,21 +47,26 @@ class Grids:
     def __init__(self, problem: LayerProblem) -> None:
         """Observe the range of the problem's weight."""
         self._spec, self._device = problem.spec, problem.weight.device
-        full = range_of(problem.layout.from_matrix(problem.weight).cpu().numpy(), problem.spec)
+        stored = problem.layout.from_matrix(problem.weight).cpu().numpy()
+        full = range_of(stored, problem.spec)
         self._low, self._high = np.minimum(full.low, 0).reshape(-1), np.maximum(full.high, 0).reshape(-1)
+        exact = problem.spec.dtype.exact_sums
+        self._least = least_scale(stored, problem.encoding.axis) if exact else np.zeros(self._low.shape, np.float32)
 
     def common(self, share: float) -> tuple[Tensor, Tensor]:
         """Return scales and zero points for one share of all ranges, float32 [scales]."""
-        return self._grids(self._low * np.float32(share), self._high * np.float32(share))
+        return self._grids(self._low * np.float32(share), self._high * np.float32(share), self._least)
 
     def of(self, scales: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Return the asymmetric grids of some scales, for shares of either end, [..., scales]."""
         at = scales.cpu().numpy()
-        return self._grids(self._low[at] * low.cpu().numpy(), self._high[at] * high.cpu().numpy())
+        return self._grids(self._low[at] * low.cpu().numpy(), self._high[at] * high.cpu().numpy(), self._least[at])
 
-    def _grids(self, low: FloatArray, high: FloatArray) -> tuple[Tensor, Tensor]:
+    def _grids(self, low: FloatArray, high: FloatArray, least: FloatArray) -> tuple[Tensor, Tensor]:
         scale, zero_point = scale_and_zero_point(low, high, self._spec)
-        return torch.from_numpy(scale).to(self._device), torch.from_numpy(zero_point).to(self._device).float()
+        return torch.from_numpy(np.maximum(scale, least)).to(self._device), torch.from_numpy(zero_point).to(
+            self._device
+        ).float()
 
 
 class Block:

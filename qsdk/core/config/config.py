@@ -34,6 +34,7 @@ from qsdk.core.config.rules import (
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
+    DTYPES,
     DType,
     WeightType,
     dtype_named,
@@ -263,8 +264,9 @@ class QuantConfig:
 
         Args:
             dialect: of `qsdk.export`, or `compressed-tensors`.
-            processor: for `onnxruntime`, where the file is to be exact: `any` (weights of 7 bits, exact and as fast
-                everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with a zero point of 128, 8 bits, slower).
+            processor: for `onnxruntime`, where the file is to be exact: `any` (`int8_exact`: int8 with scales so large
+                that no sum of products saturates, as fast everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with
+                a zero point of 128, slower).
             placement: for `onnxruntime`, `kernels` (the default), or `all` for pairs everywhere, as integer-only models
                 and NPUs need them.
 
@@ -280,7 +282,10 @@ class QuantConfig:
         weight = weight_for(dialect, processor)
         if weight not in (None, int8) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
             exact = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": weight}
-            exact |= {"symmetric_weights": self.symmetric_weights is not False}
+            symmetric = self.symmetric_weights is not False
+            if weight.exact_sums and not symmetric:
+                exact |= {"weight": DTYPES["int7"]}  # where a zero point is part of every code
+            exact |= {"symmetric_weights": symmetric}
             first = make_rule("*", exact, optional=True)  # so that every rule of the user's comes after it
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
         if computes_in_int8(dialect) and self.activation.kind == "float":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DTYPES, DType, float32, int4, int8, uint8, uint16
+from qsdk.core.numerics.dtypes import DType, float32, int4, int8, int8_exact, uint8, uint16
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _FORMATS = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 
 CHANGES: Mapping[str, Changes] = {
     "onnxruntime": Changes(
-        weights_by_processor={"any": DTYPES["int7"], "vnni": int8, "avx2": uint8, "arm64": int8},
+        weights_by_processor={"any": int8_exact, "vnni": int8, "avx2": uint8, "arm64": int8},
         int8_inputs=True,
         hardware="onnxruntime",
     ),
@@ -86,7 +86,7 @@ CHANGES: Mapping[str, Changes] = {
         no_weights=_FLOAT8 - {"float8e4m3fn"}
         | _NARROW
         | _FORMATS
-        | {"int3", "int5", "int6", "int7", "int16", "uint16"},
+        | {"int3", "int5", "int6", "int7", "int8_exact", "int16", "uint16"},
         symmetric=True,
         float_biases=("*",),
         only_linear=True,

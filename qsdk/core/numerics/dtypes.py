@@ -21,6 +21,7 @@ class DType:
         lo: smallest value of the grid.
         hi: largest value of the grid.
         container: the ONNX type that carries it; an odd width rides in the next standard one.
+        exact_sums: whether weights have scales with which `qsdk.core.numerics.exact_sums` holds.
 
     Examples:
         >>> from qsdk import uint4
@@ -35,6 +36,7 @@ class DType:
     lo: float
     hi: float
     container: str
+    exact_sums: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -81,6 +83,8 @@ def _float(name: str, kind: Literal["minifloat", "scale", "float"], bits: int, h
 
 
 int2, int4, int8, int16, int32 = (_integer(bits, True) for bits in (2, 4, 8, 16, 32))
+#: weights that the 8-bit kernels of every processor multiply exactly
+int8_exact = replace(int8, name="int8_exact", exact_sums=True)
 uint2, uint4, uint8, uint16 = (_integer(bits, False) for bits in (2, 4, 8, 16))
 float8e4m3fn = _float("float8e4m3fn", "minifloat", 8, 448.0)
 float8e4m3fnuz = _float("float8e4m3fnuz", "minifloat", 8, 240.0)
@@ -130,7 +134,7 @@ WeightType = DType | BlockFormat
 
 _ODD = [_integer(bits, signed) for bits in (3, 5, 6, 7, *range(9, 16)) for signed in (True, False)]
 _STANDARD = [
-    *(int2, int4, int8, int16, int32, uint2, uint4, uint8, uint16),
+    *(int2, int4, int8, int8_exact, int16, int32, uint2, uint4, uint8, uint16),
     *(float8e4m3fn, float8e4m3fnuz, float8e5m2, float8e5m2fnuz, float4e2m1, float8e8m0, float16, bfloat16, float32),
 ]
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in (*_STANDARD, *_ODD)})
@@ -165,7 +169,7 @@ def dtype_named(name: WeightType | str) -> DType:
         return name
     if str(name) in BLOCK_FORMATS:
         raise ConfigError(f"{name} is a format of blocks, for weights only; give a dtype here")
-    strict = re.fullmatch(r"(int\d+)_strict", str(name))
+    strict = re.fullmatch(r"(int\d+(?:_exact)?)_strict", str(name))
     result = DTYPES.get(strict[1] if strict else str(name))
     if result is None:
         meant = f"int{name}" if isinstance(name, int) else str(name).removeprefix("torch.")

@@ -18,7 +18,7 @@ from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import FloatArray
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerTensor, Spec
 from qsdk.core.ranges.histogram import BINS, Histogram, histogram_of, percentiles
-from qsdk.core.ranges.ranges import Range, range_of, scale_and_zero_point
+from qsdk.core.ranges.ranges import Range, range_of, scale_and_zero_point, with_room_for_sums
 from qsdk.core.ranges.search import cast_to, least_error, least_error_counted
 
 #: the names that `calibrate` accepts; the last four are synonyms
@@ -122,7 +122,7 @@ def range_of_stored(x: npt.ArrayLike, spec: Spec, chosen: Estimator) -> Range:
         for some in np.array_split(rows, -(-len(rows) * min(int(length), BINS) // _ROWS)):
             result = _range_of_groups(values[some, :length], spec, chosen)
             low[some], high[some] = result.low, result.high
-    return Range(low.reshape(full.low.shape), high.reshape(full.high.shape))
+    return with_room_for_sums(Range(low.reshape(full.low.shape), high.reshape(full.high.shape)), np.asarray(x), spec)
 
 
 def _range_of_groups(values: FloatArray, spec: Spec, chosen: Estimator) -> Range:

@@ -8,6 +8,7 @@ whole number of steps.
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits, shared_exponents
 from qsdk.core.numerics.dtypes import bfloat16, float8e8m0, float16
 from qsdk.core.numerics.encoding import Encoding, FloatArray
+from qsdk.core.numerics.exact_sums import least_scale
 from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
 
 #: significant binary digits of a float type -> its largest number
@@ -64,7 +66,14 @@ def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
             low, high = values.min(axis=others), values.max(axis=others)
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise CalibrationError("the data holds NaN or an infinity")
-    return Range(low, high)
+    return with_room_for_sums(Range(low, high), values, spec)
+
+
+def with_room_for_sums(found: Range, values: npt.NDArray[Any], spec: Spec) -> Range:
+    """Return the range of a weight, wide enough for the sums that its dtype promises to be exact."""
+    if not spec.dtype.exact_sums:
+        return found
+    return Range(found.low, np.maximum(found.high, least_scale(values, axis_of(spec.granularity)) * spec.dtype.hi))
 
 
 def encoding_from_range(observed: Range, spec: Spec) -> Encoding:

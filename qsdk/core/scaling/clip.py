@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.exact_sums import with_exact_sums
 from qsdk.core.numerics.spec import PerBlock, Spec
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.scaling.edits import input_axis, is_linear
@@ -61,7 +62,8 @@ def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Arr
         scaled = rows * seen.scalings.activation_factors(layer.tensor, input_axis(graph, index))
         better = clip(layer, np.asarray(weight, np.float32), np.asarray(scaled, np.float32))
         if better is not None and better.error_after < better.error_before:
-            result[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
+            wide = with_exact_sums(better.encoding, weight)
+            result[site] = replace(better, encoding=_with_room(site, wide, state, stored))
     return result
 
 

@@ -5,6 +5,7 @@ Scales are written as doubles with the exact float32 values, so that readers of 
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,8 @@ def _entry(encoding: Encoding | DType, tensor: TensorFacts, version: str) -> tup
     if not isinstance(encoding, Encoding):
         return _cast(encoding, version)
     loss = ["frozen"] if encoding.frozen else []
+    if encoding.dtype.exact_sums:  # a choice of scales, which these have
+        encoding = replace(encoding, dtype=DTYPES[encoding.dtype.container])
     if encoding.dtype != DTYPES.get(encoding.dtype.name):
         raise FileFormatError(
             f"{encoding.dtype} has a grid that AIMET has no name for; use {_full_grid_name(encoding.dtype)}"

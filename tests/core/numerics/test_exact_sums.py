@@ -1,0 +1,139 @@
+"""Weights of `int8_exact`: no two products that a kernel adds in 16 bits saturate, whatever chose their codes."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import nn
+
+import qsdk
+from qsdk.core.numerics.dtypes import DTYPES, int8_exact
+from qsdk.core.numerics.exact_sums import are_exact, made_exact, with_exact_sums
+from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
+
+SHAPES = st.sampled_from([((7, 3), 1), ((3, 7), 0), ((4, 3, 2, 2), 0), ((4, 5, 3), 0), ((2, 1, 3, 3), 0)])
+
+
+def vpmaddubsw(activations, codes):
+    """The instruction: products of neighbours, uint8 times int8, are added in 16 bits, and the sums saturate."""
+    products = activations.astype(np.int64) * codes.astype(np.int64)
+    return products.reshape(*products.shape[:-1], -1, 2).sum(-1).clip(-(2**15), 2**15 - 1)
+
+
+def rows_of_kernels(codes, axis):
+    """The codes of each output as ONNX Runtime packs them, [outputs, K]: of a convolution, K is [*kernel, in]."""
+    if codes.ndim > 2:
+        rows = np.stack([output.reshape(len(output), -1).T.reshape(-1) for output in codes])
+    else:
+        rows = codes if axis == 0 else codes.T
+    return np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)))
+
+
+def saturates(codes, axis):
+    """Whether some activations of uint8 saturate a sum; each sum is largest at 255 for the codes of one sign."""
+    rows = rows_of_kernels(codes, axis)
+    worst = [np.where(rows > 0, 255, 0), np.where(rows < 0, 255, 0), np.full(rows.shape, 255)]
+    exact = [(x * rows.astype(np.int64)).reshape(len(rows), -1, 2).sum(-1) for x in worst]
+    return any((vpmaddubsw(x, rows) != wanted).any() for x, wanted in zip(worst, exact, strict=True))
+
+
+@st.composite
+def weights(draw):
+    shape, axis = draw(SHAPES)
+    values = st.floats(-8, 8, width=32, allow_subnormal=False) | st.sampled_from([1.0, -1.0, 0.0])
+    return draw(arrays(np.float32, shape, elements=values)), axis
+
+
+@given(weights(), st.booleans(), st.sampled_from([np.rint, np.floor, np.ceil]))
+def test_no_sum_saturates_whichever_way_weights_are_rounded(drawn, per_channel, rounded):
+    values, axis = drawn
+    spec = Spec(int8_exact, PerChannel(axis) if per_channel else PerTensor())
+    encoding = encoding_from_range(range_of(values, spec), spec)
+    assert with_exact_sums(encoding, values) == encoding
+    assert are_exact(encoding.quantize(values), encoding.axis)
+    scale = encoding.scale.reshape([-1 if at == axis else 1 for at in range(values.ndim)] if per_channel else ())
+    for codes in (encoding.quantize(values), rounded(values / scale).clip(-128, 127).astype(np.int8)):
+        assert not saturates(codes, axis)
+    seven = encoding_from_range(range_of(values, spec), Spec(DTYPES["int7"], spec.granularity))
+    assert (encoding.scale <= seven.scale).all()
+
+
+@given(weights(), st.data())
+def test_codes_move_only_where_a_sum_would_saturate(drawn, data):
+    values, axis = drawn
+    codes = data.draw(arrays(np.int8, values.shape))
+    assert are_exact(codes, axis) != saturates(codes, axis)
+    exact = made_exact(codes, axis)
+    assert not saturates(exact, axis)
+    assert not saturates(made_exact(codes, None), axis)
+    assert (np.abs(exact.astype(int)) <= np.abs(codes.astype(int))).all()
+    assert (exact == codes).all() == are_exact(codes, axis)
+
+
+class Both(nn.Module):
+    """A convolution and two products, with weights that fill their grids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(32, 6)
+        with torch.no_grad():
+            for weight in (self.conv.weight, self.head.weight):
+                weight.copy_(weight.sign() * (0.2 + weight.abs()))
+
+    def forward(self, x):
+        """A product of activations and the layers in front of it."""
+        return self.head(torch.relu(self.conv(x)).flatten(1))
+
+
+def solved(verb, sim, batches):
+    if verb == "train":
+        with sim.training(learn_scales=True) as model:
+            optimizer = torch.optim.SGD(sim.parameter_groups(lr=0.5, scale_lr=0.5))
+            for batch in batches * 3:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    elif verb in ("mse", "percentile"):
+        qsdk.calibrate(sim, batches, weight_method=verb, progress=False)
+    elif verb:
+        getattr(qsdk, verb)(sim, batches, progress=False)
+
+
+@pytest.mark.parametrize("verb", ["", "mse", "percentile", "seq_mse", "gptq", "adaround", "train"])
+def test_the_codes_of_a_file_for_every_processor_never_saturate(verb, tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 3, 4, 4) for _ in range(2)]
+    sim = qsdk.quantize(Both(), batches[0], qsdk.w8a8().for_dialect("onnxruntime"))
+    qsdk.calibrate(sim, batches, progress=False)
+    solved(verb, sim, batches)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    pairs = {node.output[0]: node for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    layers = [node for node in model.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
+    for node in layers:
+        codes = stored[pairs[node.input[1]].input[0]]
+        assert codes.dtype == np.int8
+        turned = any(entry.name == "transB" and entry.i for entry in node.attribute)
+        assert not saturates(codes, 0 if node.op_type == "Conv" or turned else 1)
+        assert np.abs(codes.astype(int)).max() > 64  # not just 7 bits
+    assert len(layers) == 2
+    rows = [row for row in sim.coverage().rows if row["kind"] == "weight"]
+    assert {row["dtype"] for row in rows} == {"int8_exact"}
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False).summary["passed"]
+
+
+def test_weights_that_were_changed_under_frozen_scales_are_refused(tmp_path):
+    batch = torch.randn(8, 3, 4, 4)
+    sim = qsdk.quantize(Both(), batch, qsdk.w8a8().for_dialect("onnxruntime"))
+    qsdk.calibrate(sim, [batch], progress=False)
+    with torch.no_grad():
+        sim.model.head.weight.fill_(2.0)
+    with pytest.raises(qsdk.ExportError, match=r"head:weight do not add up .* int8_exact says.*calibrate them"):
+        qsdk.export(sim, tmp_path / "model.onnx")
+    qsdk.calibrate(sim, [batch], progress=False)
+    assert qsdk.export(sim, tmp_path / "model.onnx").rows
