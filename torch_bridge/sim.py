@@ -16,7 +16,7 @@ from qsdk.core.errors import ConfigError, DataError, ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.exact_sums import with_exact_sums
+from qsdk.core.numerics.exact_sums import on_exact_sums, with_exact_sums
 from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
@@ -378,9 +378,11 @@ class QuantSim(StatefulSim):
             self.folded_norms.clear()  # training changes the statistics of the layers' outputs
             entering.close()  # from here on, threads may train together
             yield model
-        exact = {site: e for site, e in self.encodings.items() if e.dtype.exact_sums and not e.frozen}
+        exact = {site: encoding for site, encoding in self.encodings.items() if encoding.dtype.exact_sums}
         for site, values in self.stored_floats(exact).items():  # training changes weights and scales
-            if self.quantizers[site].owns_encoding:
+            if exact[site].frozen:
+                self.store_floats({site: on_exact_sums(exact[site], values)})
+            elif self.quantizers[site].owns_encoding:
                 self.quantizers[site].replace_encoding(with_exact_sums(exact[site], values))
 
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:

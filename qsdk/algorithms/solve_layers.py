@@ -16,7 +16,7 @@ from qsdk.algorithms.owners import Owners, solve_together
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
-from qsdk.core.numerics.exact_sums import made_exact
+from qsdk.core.numerics.exact_sums import on_exact_sums
 from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.report import Report
 from qsdk.progress import progress_of
@@ -150,8 +150,7 @@ def _with_exact_sums(layer: Layer, solution: Solution) -> Solution:
     """Return a solution in which codes of `int8_exact` add up to no more than its kernels can."""
     if solution.weight is None or not layer.spec.dtype.exact_sums:
         return solution
-    encoding, stored = solution.encoding, layer.layout.from_matrix(solution.weight).cpu().numpy()
-    exact = encoding.dequantize(made_exact(encoding.quantize(stored), encoding.axis))
+    exact = on_exact_sums(solution.encoding, layer.layout.from_matrix(solution.weight).cpu().numpy())
     return replace(solution, weight=layer.layout.to_matrix(torch.from_numpy(exact).to(solution.weight)))
 
 

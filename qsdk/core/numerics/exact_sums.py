@@ -45,6 +45,13 @@ def with_exact_sums(encoding: Encoding, values: npt.ArrayLike) -> Encoding:
     return replace(encoding, scale=np.maximum(encoding.scale, least_scale(values, encoding.axis)))
 
 
+def on_exact_sums(encoding: Encoding, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return weights whose codes add up to no more than is exact; those that do already stay as they are."""
+    codes = encoding.quantize(values)
+    exact = made_exact(codes, encoding.axis)
+    return np.where(exact == codes, values, encoding.dequantize(exact)).astype(values.dtype)
+
+
 def are_exact(codes: npt.NDArray[Any], axis: int | None) -> bool:
     """Return whether no sum of two products of codes and uint8 activations saturates."""
     return bool((largest_sums(codes.astype(np.int32), axis) <= LARGEST_SUM).all())
