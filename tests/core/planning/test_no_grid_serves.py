@@ -156,6 +156,16 @@ def test_angles_of_many_turns_are_left_float_by_the_calibration(spelling: str, t
     assert check_parity(sim, tmp_path / "model.onnx", [t.numpy()], progress=False).summary["passed"]
 
 
+@pytest.mark.parametrize(("largest", "frequency", "reason"), [(50000.0, 1e-4, ""), (5.0, 1e3, ANGLE), (5.0, 1.0, "")])
+def test_an_angle_turns_by_the_step_of_its_coordinate_times_the_frequency(largest, frequency, reason):
+    nodes = [helper.make_node("Mul", ["t", "f"], ["a"]), helper.make_node("Sin", ["a"], ["y"])]
+    model = make_model(nodes, {"t": [64, 1]}, {"y": [64, 1]}, {"f": np.full((1, 1), frequency, np.float32)})
+    sim = quantize(model, None, w8a8())
+    calibrate(sim, [np.linspace(0, largest, 64, dtype=np.float32).reshape(-1, 1)], progress=False)
+    decision = next(d for d in sim.plan.decisions.values() if d.kind == "input")
+    assert (decision.reason.startswith(ANGLE), decision.quantized) == (bool(reason), not reason)
+
+
 @pytest.mark.slow
 def test_angles_of_less_than_a_turn_are_quantized():
     t = torch.linspace(-1, 1, 64).reshape(-1, 1)
