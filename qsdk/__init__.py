@@ -11,7 +11,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
                 weight_only QuantConfig load_config
     calibrate   calibrate tune_ranges reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
-    train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
+    train       distill_loss Distilled freeze_ranges
     watch       callbacks
     decide      sensitivity advise mixed_precision autoquant perplexity next_token_agreement
     export      export validate session
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.ranges import tune_ranges
     from qsdk.verbs.rotation.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
-    from qsdk.verbs.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
+    from qsdk.verbs.schedules import freeze_ranges
     from qsdk.verbs.text.metrics import next_token_agreement, perplexity
 
 __version__ = "0.1.0"
@@ -132,10 +132,7 @@ _VERBS = {
     "awq": "scaling",
     "rotate": "rotation.rotate",
     "tune_ranges": "ranges",
-    "observe_ranges": "schedules",
-    "observing": "schedules",
     "freeze_ranges": "schedules",
-    "anneal_bits": "schedules",
     "distill_loss": "distill",
     "Distilled": "distill",
     "mixed_precision": "analysis.precision",
@@ -183,10 +180,7 @@ __all__ = [
     "autoquant",
     "perplexity",
     "next_token_agreement",
-    "observe_ranges",
-    "observing",
     "freeze_ranges",
-    "anneal_bits",
     "distill_loss",
     "Distilled",
     "callbacks",

@@ -10,11 +10,11 @@ import torch
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
-from qsdk.core.ranges.estimators import PERCENTILE, estimator
+from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, Statistics, single_process
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
-from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases, weight_encodings
+from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases
 from qsdk.core.sims.methods import Methods
 from torch_bridge.quantizers.observers import Observers
 from torch_bridge.sim import QuantSim
@@ -85,18 +85,6 @@ def _observe(
             observers.end_batch(number)
             observers.statistics.end_batch()
     return observers.statistics
-
-
-def calibrate_weights(sim: QuantSim) -> None:
-    """Find an encoding from its values for every weight that has none.
-
-    Raises:
-        DataError: NaN or inf in a stored tensor; names the site.
-    """
-    frozen = {site for site, quantizer in sim.quantizers.items() if quantizer.frozen}
-    for site, encoding in weight_encodings(_decisions(sim), _stored(sim), estimator("min_max"), frozen).items():
-        if not sim.quantizers[site].calibrated:
-            sim.quantizers[site].set_encoding(encoding)
 
 
 def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:

@@ -239,18 +239,11 @@ class QuantSim(StatefulSim):
         """Restore a snapshot; weights that it holds are copied into the present parameters.
 
         Raises:
-            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer, or with another
-                plan while schedules change the sim.
+            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer.
             ModelError: it holds the weights of another model, or was taken before a rotation untied parameters.
         """
         if any(q.learned_names for q in self.quantizers.values()):
             raise ConfigError("scales are being learned; leave the training block before you change the sim")
-        if (
-            state.plan is not self.plan
-            and isinstance(self.runtime.schedule_state, ScheduleState)
-            and self.runtime.schedule_state.changes_quantizers
-        ):
-            raise ConfigError("schedules are at work; leave the training block before you change the plan")
         assert state.config is not None
         self.require_still_tied(state.plan)
         if state.stored is not None:

@@ -48,12 +48,6 @@ def reduce_sum(tensor: Tensor, owners: Sequence[int]) -> None:
         tensor.copy_(whole)
 
 
-def all_reduce_max(tensor: Tensor) -> None:
-    """Replace a contiguous tensor, in place, by its largest values over the ranks."""
-    if world_size() > 1:
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-
-
 def all_gather(value: T) -> list[T]:
     """Return the values of all ranks, in the order of the ranks; any picklable object."""
     if world_size() == 1:

@@ -27,7 +27,6 @@ TAKE_A_SIM = frozenset(
         "advise",
         "report",
         "sensitivity",
-        "observing",
         "distill_loss",
         "save_encodings",
         "save",

@@ -25,8 +25,8 @@ def test_the_first_screen_of_help_groups_every_name():
 def test_a_name_in_another_spelling_is_recognised():
     with pytest.raises(AttributeError, match=r"no attribute 'SeqMSE'; did you mean qsdk\.seq_mse\?"):
         _ = qsdk.SeqMSE
-    with pytest.raises(AttributeError, match=r"no attribute 'observin'; did you mean qsdk\.observing\?"):
-        _ = qsdk.observin
+    with pytest.raises(AttributeError, match=r"no attribute 'calibrat'; did you mean qsdk\.calibrate\?"):
+        _ = qsdk.calibrat
     with pytest.raises(
         AttributeError,
         match=r"^module 'qsdk' has no attribute 'nothing'; help\(qsdk\) .*docs/coming_from those of",
@@ -103,7 +103,6 @@ def test_completion_shows_what_users_may_rely_on():
         ("train", "train inside `with sim.training() as model:`"),
         ("state_dict", "the module has it: sim.model.state_dict"),
         ("export", "it is a function: qsdk.export(sim, ...)"),
-        ("observing", "it is a function: qsdk.observing(sim, ...)"),
         ("encoding", "did you mean sim.encodings?"),
     ],
 )

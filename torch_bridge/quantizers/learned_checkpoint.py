@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from torch_bridge.quantizers.learned_scales import learned_scale, learned_zero_point
 from torch_bridge.quantizers.quantizer import Quantizer
-from torch_bridge.torch_values.parameters import RANGES
 
 
 def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
@@ -38,14 +37,14 @@ def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix
 
 @contextmanager
 def keeping_float32(owner: nn.Module, quantizers: Iterable[Quantizer]) -> Iterator[None]:
-    """Keep the dtype and the digits of a module's encodings, learned values and observed ranges inside the block.
+    """Keep the dtype and the digits of a module's encodings and learned values inside the block.
 
     The block may move them to another device. Learned values keep their gradients too, so that an optimizer goes on
     with them.
     """
     names = [name for quantizer in quantizers for name in (*quantizer.buffer_names, *quantizer.learned_names)]
     before = {}
-    for name in (*names, RANGES):
+    for name in names:
         tensor = owner._buffers.get(name, owner._parameters.get(name))
         if tensor is not None:
             before[name] = tensor.detach(), None if tensor.grad is None else tensor.grad.detach()

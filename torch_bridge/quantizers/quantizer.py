@@ -1,7 +1,6 @@
 """The quantizer: the object that fake-quantizes the tensor at one site."""
 
 import math
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,21 +22,7 @@ from torch_bridge.quantizers.fake_quant import (
 )
 from torch_bridge.quantizers.learned_scales import can_learn_scales, learned_scale, learned_zero_point
 from torch_bridge.quantizers.per_tensor import FakeQuantGrid, runs_per_tensor
-from torch_bridge.quantizers.wider_grid import FinerGrid
 from torch_bridge.torch_values.sharding import full_tensor_of
-
-
-class InputObserver(Protocol):
-    """The interface of what observes the input of a quantizer while ranges move with training."""
-
-    @property
-    def has_range(self) -> bool:
-        """Return whether there is a range to quantize with."""
-        ...
-
-    def __call__(self, x: Tensor) -> bool:
-        """Observe a tensor, and return whether to quantize it."""
-        ...
 
 
 class Quantizer:
@@ -58,8 +43,6 @@ class Quantizer:
         kernels: compiled kernels to use while it is trained (`FakeQuantGrid.kernels`).
         keeps_result: whether nothing writes over its result (`FakeQuantGrid.keeps_result`).
         copies_input: whether the backward pass needs a copy of what it gets, because that is written over later.
-        input_observer: observes what is to be quantized, and decides whether to (`tuning.moving_ranges`).
-        finer_grid: the grid it trains on for now, in place of its own.
     """
 
     def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
@@ -70,8 +53,6 @@ class Quantizer:
         self.factors: tuple[Quantizer, Quantizer] | None = None
         self.frozen = self.clipped_only = self.keeps_result = self.copies_input = False
         self.kernels: CompiledKernels | None = None
-        self.input_observer: InputObserver | None = None
-        self.finer_grid: FinerGrid | None = None
         shape = None if decision.kind in ("weight", "bias") else decision.shape
         # taken from the example's shape, because not every activation has the batch in front
         self._features = None if shape is None else math.prod([n for n in shape[1:] if isinstance(n, int)])
@@ -141,9 +122,7 @@ class Quantizer:
             return all(factor.calibrated for factor in self.factors)
         if self.tied_to is not None:
             return self.tied_to.calibrated
-        return self.owner._buffers[self._scale_name] is not None and (
-            self.input_observer is None or self.input_observer.has_range
-        )
+        return self.owner._buffers[self._scale_name] is not None
 
     def scale_and_zero_point(self) -> tuple[Tensor, Tensor]:
         """Return scale and zero point as float tensors of the encoding's shape.
@@ -182,14 +161,10 @@ class Quantizer:
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
             return _fake_quantize_tokens(x) if spec.dynamic == "token" else _fake_quantize_dynamic(x)
-        if self.input_observer is not None and not self.input_observer(x):
-            return x
         scale, zero_point = self.scale_and_zero_point()
         if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._align(scale, x), spec.dtype)
         dtype = spec.dtype
-        if self.finer_grid is not None:
-            scale, zero_point, dtype = *self.finer_grid(scale, zero_point), self.finer_grid.dtype
         if self.factors is not None:
             return fake_quantize_bias(x, self._align(scale, x), dtype.lo, dtype.hi)
         grid = self._grid(self._elements(x) / scale.numel(), dtype)
@@ -214,7 +189,7 @@ class Quantizer:
             return None
         if self.decision.passes_through or x.dtype != torch.float32 or not x.requires_grad:
             return None
-        if self.input_observer is not None or self.finer_grid is not None or x._is_view():
+        if x._is_view():
             return None  # a view may be written over by another name, and the backward pass reads x
         scale, zero_point = self.scale_and_zero_point()
         if not torch.is_grad_enabled() or not runs_per_tensor(x, scale) or zero_point.requires_grad:

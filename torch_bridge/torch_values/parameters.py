@@ -15,7 +15,6 @@ from torch_bridge.torch_values.gate_order import is_recurrent, onnx_weight
 PREFIX = "qsdk_"  # prefix of the buffers that hold encodings, and of all other tensors that qsdk adds
 STATE = "_qsdk_state"  # key of a wrapped module's state in its __dict__
 STEPS = "qsdk_steps"  # a buffer of the root while the model is trained, so that checkpoints carry it
-RANGES = "qsdk_ranges"  # a buffer of the root while ranges are observed, so that checkpoints carry the averages
 _MAPPED_FROM = 1 << 20  # bytes
 # Thirds of a packed projection: the first, and the one after the last.
 _THIRDS = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3)}

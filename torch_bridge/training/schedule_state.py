@@ -1,12 +1,9 @@
-"""What schedules have changed during a training: ranges that are observed or held, and finer grids.
-
-All of it ends with the training block, however that ends.
-"""
+"""What schedules have changed during a training: the ranges that are held, until the block ends, however that ends."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -16,32 +13,16 @@ from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 
 
-class RangeObserving(Protocol):
-    """The interface of what observes ranges."""
-
-    def close(self) -> None:
-        """Stop observing."""
-
-
 class ScheduleState:
     """What schedules have changed in a sim.
 
     Attributes:
         held: schedule that holds ranges -> the sites whose scales and zero points no optimizer moves.
-        bits: schedule that has set finer grids -> number of their bits.
-        observer: the observer of ranges, or None.
     """
 
     def __init__(self, quantizers: Sequence[Quantizer]) -> None:
         self.held: dict[Any, frozenset[str]] = {}
-        self.bits: dict[Any, int] = {}
-        self.observer: RangeObserving | None = None
         self._quantizers = quantizers
-
-    @property
-    def changes_quantizers(self) -> bool:
-        """Return whether any quantizer is changed."""
-        return self.observer is not None or bool(self.bits)
 
     def holds(self, site: str) -> bool:
         """Return whether any schedule holds the range of a site."""
@@ -56,13 +37,6 @@ class ScheduleState:
             parameter = quantizer.owner._parameters[name]
             assert parameter is not None
             parameter.register_hook(unserializable_hook(partial(self._gradient, quantizer.site)))  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Undo all changes."""
-        if self.observer is not None:
-            self.observer.close()
-        for quantizer in self._quantizers:
-            quantizer.finer_grid = None
 
     def _gradient(self, site: str, gradient: Tensor) -> Tensor | None:
         return gradient.new_zeros(()).expand_as(gradient) if self.holds(site) else None
@@ -87,4 +61,3 @@ def tracking_schedules(runtime: Runtime, quantizers: Sequence[Quantizer]) -> Ite
     finally:
         handle.remove()
         runtime.schedule_state = None
-        schedule_state.close()

@@ -117,7 +117,6 @@ def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:
     if isinstance(runtime.schedule_state, ScheduleState):
         for quantizer in quantizers:
             _end_learning(quantizer)
-        runtime.schedule_state.close()
         runtime.schedule_state = None
         model._buffers.pop(STEPS, None)
         drop_own_forwards(model)

@@ -32,7 +32,7 @@ from torch_bridge.torch_values.cells import run_cell
 from torch_bridge.torch_values.gate_order import is_cell, is_recurrent
 from torch_bridge.torch_values.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.torch_values.module_state import without_caches
-from torch_bridge.torch_values.parameters import RANGES, STATE, STEPS
+from torch_bridge.torch_values.parameters import STATE, STEPS
 from torch_bridge.torch_values.pytree import Path, input_names, map_leaves
 from torch_bridge.torch_values.sharding import is_fsdp_hook, require_synchronized
 from torch_bridge.wrapping.own_forward import remove_own_forward, set_own_forward
@@ -247,11 +247,8 @@ class _QuantizedModule(nn.Module):
                 state.norms[fold.layer] = output_stats
             elif f"{prefix}{fold.layer}.weight" in state_dict:  # folded already; the BatchNorm is not in the file
                 state.norms.pop(fold.layer, None)
-        for name in (STEPS, RANGES):
-            if name not in self._buffers:
-                state_dict.pop(prefix + name, None)  # saved inside a training block, and loaded outside
-        if (averages := self._buffers.get(RANGES)) is not None and prefix + RANGES not in state_dict:
-            state_dict[prefix + RANGES] = torch.full_like(averages, -torch.inf)  # averages start from the encodings
+        if STEPS not in self._buffers:
+            state_dict.pop(prefix + STEPS, None)  # saved inside a training block, and loaded outside
         for quantizer in state.quantizers:
             adapt_learned_state(quantizer, state_dict, prefix)
             prepare_buffers(self, quantizer, state_dict, prefix, error_msgs)

@@ -39,7 +39,7 @@ def sim_of(*, calibrated: bool = True) -> Any:
 
 
 def block(sim: Any) -> Any:
-    schedules = [qsdk.observe_ranges(2), qsdk.anneal_bits({0: 8, 3: 6, 5: 4}), qsdk.freeze_ranges(6, "weights")]
+    schedules = [qsdk.freeze_ranges(0, "activations", until=2), qsdk.freeze_ranges(6, "weights")]
     return sim.training(learn_scales=True, learn_zero_points=True, schedules=schedules)
 
 

@@ -79,9 +79,8 @@ def trained(name: str) -> Any:
     images, labels = data()
     network, config = network_of(name), {"transformer": "w8a8", "small": "w4a4"}.get(name, name)
     sim = qsdk.quantize(network, images[:8], CONFIGS[config])
-    schedules = [qsdk.observe_ranges(3), qsdk.freeze_ranges(7, "weights")]
-    if config != "w8a8":
-        schedules.append(qsdk.anneal_bits({0: 8, 4: 4}))
+    qsdk.calibrate(sim, [images[:32]], progress=False)
+    schedules = [qsdk.freeze_ranges(7, "weights")]
     with sim.training(learn_scales=True, learn_zero_points=True, schedules=schedules) as model:
         optimizer = torch.optim.Adam(sim.parameter_groups(lr=1e-3, scale_lr=5e-3))
         for step in range(10):
@@ -126,7 +125,7 @@ def test_the_exported_model_is_the_trained_one(name: str, exported: Callable[[st
     assert fresh.encodings == sim.encodings
     assert torch.equal(fresh(x), sim(x))
     # frozen, they stay what they are whatever follows
-    with fresh.training(learn_scales=True, schedules=[qsdk.observe_ranges(2)]) as model:
+    with fresh.training(learn_scales=True) as model:
         optimizer = torch.optim.SGD(fresh.parameter_groups(lr=1e-2))
         model(x * 3).square().sum().backward()
         optimizer.step()
@@ -165,6 +164,6 @@ def test_a_trained_sim_is_saved_and_loaded(name: str, tmp_path: Path):
 
 def test_distillation_leaves_nothing_of_the_training_in_the_sim():
     sim = trained("small")
-    assert not any(q.finer_grid or q.input_observer or q.learned_names for q in sim.quantizers.values())
+    assert not any(q.learned_names for q in sim.quantizers.values())
     assert {e.dtype.name for site, e in sim.encodings.items() if site.endswith(":weight")} == {"int4"}
     assert not [key for key in sim.model.state_dict() if "log2" in key or "shift" in key or "steps" in key]
