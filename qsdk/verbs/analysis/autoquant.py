@@ -5,30 +5,40 @@ Bits are taken away only where `max_bytes` or `smaller` asks for it. Activations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.spec import axis_of
+from qsdk.core.planning.plan import Decision
+from qsdk.core.precision.lowering import LowerableWeight, choose_lowered
+from qsdk.core.precision.metrics import metric_value
 from qsdk.core.precision.mixed import budget_remark, require_budget
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
+from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.report import Report
+from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
-from qsdk.verbs.analysis.autoquant_path import Path, Place, Stopwatch
-from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights, lowerable_weights
-from qsdk.verbs.analysis.autoquant_steps import Step, steps_to_try
 from qsdk.verbs.analysis.precision import mixed_precision
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
+from qsdk.verbs.analysis.sensitivity import noise_of_layers
+from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
-from qsdk.verbs.layers import seq_mse
-from qsdk.verbs.quantize import calibrate, quantize
+from qsdk.verbs.layers import adaround, gptq, seq_mse
+from qsdk.verbs.quantize import calibrate, export, quantize
+from qsdk.verbs.rotation.rotate import obstacle_to_rotating, rotate
+from qsdk.verbs.scaling import equalize, smooth_quant
 
 _PRESET = "the preset, min_max"
 _EVALUATIONS = 12  # of the metric, in the search for mixed precision
 _SLACK = 1.05  # of a measured time, as in `mixed_precision`
-_BACK = ({"weight": "int8"},)  # for weights that were lowered to 4 bits
-_ACTIVATIONS_ALONE = ({"activation": "uint16"},)  # where no byte of weights is left
+_ROUNDS = 6  # of choosing 4 bits again where the file turned out larger than expected
+_NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,21 +56,6 @@ class AutoquantReport(Report):
     def full(self) -> str:
         """Return the whole report and the lines that repeat it."""
         return f"{super().full()}\n\nto repeat it:\n{self.code}"
-
-
-@dataclass(frozen=True)
-class _Budgets:
-    """What the result has to keep: a drop of the metric, bytes of the file, milliseconds of a run in a runtime."""
-
-    max_drop: float
-    max_bytes: int | None
-    max_ms: float | None
-    runtime: ProfiledRuntime
-
-    @property
-    def of_time(self) -> dict[str, Any]:
-        """Return the arguments of `mixed_precision` for the budget of time."""
-        return {} if self.max_ms is None else {"max_ms": self.max_ms, "runtime": self.runtime}
 
 
 def autoquant(
@@ -118,179 +113,411 @@ def autoquant(
         True
     """
     require_budget(metric, max_drop)
-    options, budgets = {"forward": forward, "progress": progress}, _Budgets(max_drop, max_bytes, max_ms, runtime)
-    with _bar_over(steps := steps_to_try(seed), max_bytes is not None, smaller, show=progress) as bar:
-        path = _start(model, example, data, metric, config, max_bytes, options, bar)
-        _walk(path, steps, budgets)
-        return _finish(_shrink(path, budgets, seed) if smaller else path, budgets)
-
-
-def _bar_over(steps: Sequence[Step], lowers: bool, smaller: bool, *, show: bool) -> AbstractContextManager[Progress]:
-    """Return the bar over all steps, the preset before them, what makes the file smaller, and mixed precision."""
-    return progress_of("autoquant", 2 + lowers + len(steps) + smaller, show=show, unit="step")
-
-
-def _walk(path: Path, steps: Sequence[Step], budgets: _Budgets) -> None:
-    """Take the steps until the metric is within its budget, and raise sites if it is not then."""
-    unshifted: Place | None = None
-    for at, step in enumerate(steps):
-        if path.reference - path.now <= budgets.max_drop:
-            return
-        if step.rounds and unshifted is not None and not step.why_not(path.sim):
-            if path.misses_with_float_weights(unshifted, budgets.max_drop):
-                for _ in steps[at:]:
-                    path.bar.done()
-                break
-            unshifted = None  # asked once
-        if step.verb is seq_mse:
-            unshifted = path.held()
-        path.try_step(step)
-        path.bar.done()
-    if path.reference - path.now > budgets.max_drop:
-        _mix(path, [step for step in steps if step.rounds], budgets)
-        path.bar.done()
-
-
-def _start(
-    model: Any,
-    example: Any,
-    data: Iterable[Any],
-    metric: Callable[[Any], float],
-    config: QuantConfig | str | None,
-    max_bytes: int | None,
-    options: Mapping[str, Any],
-    bar: Progress,
-) -> Path:
-    """Return the path at the preset, calibrated by min-max, with 4 bits in weights where the file is too large."""
+    steps = _recipe(seed)
     data = list(data) if isinstance(data, Iterator) else data
-    bar.now(_PRESET)
-    sim = quantize(model, example, config or w8a8())
-    seconds = min(_of_a_float_pass(sim, data, options["forward"]) for _ in range(2))  # the first one warms up
-    path = Path(sim, data, metric, 0.0, seconds, options, bar)
-    started = time.process_time()
-    calibrate(sim, data, **options)
-    spent = time.process_time() - started
-    with door_of(sim).quantizing_only(()):
-        path.reference = path.measured()
-    path.now, path.size = path.measured(), exported_bytes(sim)
-    path.note(_PRESET, path.now, path.size, spent, True)
-    path.code = [] if isinstance(config, QuantConfig) else [f"config = qsdk.{config or 'w8a8'}()"]
-    bar.done(1 if max_bytes is None else 2)
-    if max_bytes is not None and path.size > max_bytes:
-        bar.now("int4 in weights")
+    options = {"forward": forward, "progress": progress}
+    times = {} if max_ms is None else {"max_ms": max_ms, "runtime": runtime}
+    total = 2 + (max_bytes is not None) + len(steps) + smaller
+    with progress_of("autoquant", total, show=progress, unit="step") as bar:
+        bar.now(_PRESET)
+        path = _Path(quantize(model, example, config or w8a8()), data, metric, max_drop, max_bytes, times, options, bar)
+        path.start([] if isinstance(config, QuantConfig) else [f"config = qsdk.{config or 'w8a8'}()"])
+        path.improve(steps)
+        if smaller:
+            path.shrink(seed)
+        return path.finish()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call of a verb, and where it is worth one; `rounds` says that it rounds weights for good."""
+
+    verb: Callable[..., Any]
+    applies: Callable[[Sim], bool]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rounds: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name in the report."""
+        return " ".join([self.verb.__name__, *(str(value) for key, value in self.options.items() if key != "seed")])
+
+
+def _recipe(seed: int) -> list[_Step]:
+    """Return all steps, the cheapest first."""
+    seeded = {"seed": seed}
+    return [
+        *(_Step(calibrate, _has_ranges, {"method": method}) for method in ("tf_enhanced", "mse", "percentile")),
+        _Step(rotate, lambda sim: _has_ranges(sim) and not obstacle_to_rotating(sim), seeded),
+        _Step(equalize, _has_scales_per_tensor),
+        _Step(smooth_quant, _has_norms, {"alpha": "auto"}),
+        # seq_mse, the next step where weights are narrow, shifts the same biases for a fifth more passes
+        _Step(correct_bias, lambda sim: bool(_weights(sim)) and not _has_narrow_weights(sim), seeded),
+        _Step(seq_mse, _has_narrow_weights, seeded),
+        _Step(gptq, _has_narrow_weights, seeded, rounds=True),
+        _Step(adaround, _has_narrow_weights, seeded, rounds=True),
+    ]
+
+
+def _weights(sim: Sim) -> list[Decision]:
+    return [d for d in sim.plan.decisions.values() if d.kind == "weight" and d.quantized]
+
+
+def _free_weights(sim: Sim) -> list[tuple[Decision, int]]:
+    """Return the weights that are not frozen, and their bits."""
+    frozen = {site for site, encoding in sim.encodings.items() if encoding.frozen}
+    return [(d, d.spec.dtype.bits) for d in _weights(sim) if d.spec is not None and d.site not in frozen]
+
+
+def _has_ranges(sim: Sim) -> bool:
+    return bool(sim.plan.calibrated_sites())
+
+
+def _has_norms(sim: Sim) -> bool:
+    return _has_ranges(sim) and any(d.op_type in _NORMS for d in sim.plan.decisions.values())
+
+
+def _has_scales_per_tensor(sim: Sim) -> bool:
+    specs = [d.spec for d in _weights(sim) if d.op_type != "Gather"]
+    return any(spec is not None and axis_of(spec.granularity) is None for spec in specs)
+
+
+def _has_narrow_weights(sim: Sim) -> bool:
+    return any(bits < 8 for _, bits in _free_weights(sim))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place on the path, to go back to: the state of the sim, its metric, its bytes, the code and rows so far."""
+
+    state: SimState
+    now: float
+    size: int
+    code: Sequence[str]
+    rows: int
+
+
+@dataclass
+class _Path:
+    """A sim on its way, with the budgets, and the steps so far.
+
+    Attributes:
+        times: arguments of `mixed_precision` for the budget of time.
+        options: `forward` and `progress` of every verb.
+        reference: the metric of the float model.
+        seconds: of processor time that one float pass over the data takes.
+        measuring: seconds of processor time that the metric has taken.
+        now: the metric of the sim.
+        size: bytes of its file.
+        unrounded: the place before weights were rounded for good; None where none was.
+        ranking: the rows of `sensitivity` that bits were last chosen by; empty where they were not.
+        met: whether mixed precision met its budgets, the last time.
+    """
+
+    sim: Sim
+    data: Iterable[Any]
+    metric: Callable[[Any], float]
+    max_drop: float
+    max_bytes: int | None
+    times: Mapping[str, Any]
+    options: Mapping[str, Any]
+    bar: Progress
+    reference: float = 0.0
+    seconds: float = 0.0
+    measuring: float = 0.0
+    evaluations: int = 0
+    now: float = 0.0
+    size: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+    unrounded: _Place | None = None
+    ranking: list[dict[str, Any]] = field(default_factory=list)
+    met: bool = True
+
+    @property
+    def search(self) -> dict[str, Any]:
+        """Return the budgets of mixed precision."""
+        return {**self.times, "max_drop": self.max_drop, "max_evaluations": _EVALUATIONS}
+
+    def fits(self, _: float, size: int) -> bool:
+        """Return whether a file of so many bytes is within its budget."""
+        return self.max_bytes is None or size <= self.max_bytes
+
+    @property
+    def misses(self) -> bool:
+        """Return whether the metric is below its budget."""
+        return self.reference - self.now > self.max_drop
+
+    def held(self) -> _Place:
+        """Return the place where the path is."""
+        return _Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code), len(self.rows))
+
+    def go_back(self, place: _Place) -> None:
+        """Return to a place, with the sim."""
+        self.sim.restore(place.state)
+        self.now, self.size, self.code = place.now, place.size, list(place.code)
+
+    def measured(self) -> float:
+        """Return the metric of the sim, count the call, and stop the clock of the steps meanwhile."""
+        self.evaluations += 1
+        begun = time.process_time()
+        found = metric_value(self.metric(self.sim))
+        self.measuring += time.process_time() - begun
+        return found
+
+    def clock(self) -> float:
+        """Return seconds of processor time, without those of the metric."""
+        return time.process_time() - self.measuring
+
+    def float_pass(self) -> float:
+        """Return the seconds of processor time that the float model takes for the data."""
         started = time.process_time()
-        lowered, path.size, path.ranking = lower_weights(sim, data, path.size, max_bytes, options)
-        spent, path.now = time.process_time() - started, path.measured()
-        path.note(f"int4 in {len(lowered)} weights", path.now, path.size, spent, True, "to fit into max_bytes")
-        path.code += [f'config = config.override({site!r}, weight="int4")' for site in lowered]
-    path.code += ["sim = qsdk.quantize(model, example, config)", f"qsdk.calibrate(sim, data{path.forwarded})"]
-    return path
+        for _ in door_of(self.sim).outputs(self.data, self.options["forward"], in_float=True):
+            pass
+        return max(time.process_time() - started, 1e-9)
+
+    def line(self, verb: str, first: str = "sim, data", **given: Any) -> str:
+        """Return the line of Python that calls a verb."""
+        shown = "".join(f", {key}={value!r}" for key, value in given.items())
+        return f"qsdk.{verb}({first}{shown}{', forward=forward' if self.options['forward'] else ''})"
+
+    def take(
+        self,
+        name: str,
+        act: Callable[[], tuple[float | None, str]],
+        lines: Sequence[str],
+        keeps: Callable[[float, int], bool] = lambda metric, size: True,
+        *,
+        resizes: bool = True,
+    ) -> bool:
+        """Take a step and add its row; undo it, and return False, where `keeps` of its metric and bytes is not true.
+
+        `act` returns the metric, or None for one to be measured, and a note.
+        """
+        self.bar.now(name)
+        before, started = self.held(), self.clock()
+        known, note = act()
+        spent = self.clock() - started
+        metric = self.measured() if known is None else known
+        size = exported_bytes(self.sim) if resizes else self.size
+        kept = keeps(metric, size)
+        row = {"step": name, "metric": metric, "drop": self.reference - metric, "bytes": size}
+        self.rows.append({**row, "passes": spent / self.seconds, "kept": kept, "note": note})
+        self.bar.log(metric=metric)
+        if kept:
+            self.now, self.size, self.code = metric, size, [*self.code, *lines]
+        else:
+            self.go_back(before)
+        return kept
+
+    def start(self, code: Sequence[str]) -> None:
+        """Calibrate by min-max, and give 4 bits to the weights that matter least where the file is too large."""
+        self.seconds = min(self.float_pass() for _ in range(2))  # the first one warms up
+        lowered: list[str] = []
+
+        def preset() -> tuple[None, str]:
+            calibrate(self.sim, self.data, **self.options)
+            with door_of(self.sim).quantizing_only(()):
+                self.reference = self.measured()
+            return None, ""
+
+        def lower() -> tuple[None, str]:
+            lowered[:], self.ranking = _lower_weights(self.sim, self.data, self.size, self.max_bytes or 0, self.options)
+            return None, "to fit into max_bytes"
+
+        self.take(_PRESET, preset, code)
+        self.bar.done(1 if self.max_bytes is None else 2)
+        if self.max_bytes is not None and self.size > self.max_bytes:
+            self.take("int4 in weights", lower, [])
+            self.rows[-1]["step"] = f"int4 in {len(lowered)} weights"
+        self.code += [f'config = config.override({site!r}, weight="int4")' for site in lowered]
+        self.code += ["sim = qsdk.quantize(model, example, config)", self.line("calibrate")]
+
+    def improve(self, steps: Sequence[_Step]) -> None:
+        """Take the steps until the metric is within its budget, and raise sites if it is not then."""
+        unshifted: _Place | None = None  # before biases were shifted for the rounding of their weights
+        for at, step in enumerate(steps):
+            if not self.misses:
+                return
+            applies = step.applies(self.sim)
+            if step.rounds and applies and unshifted is not None:
+                if self.misses_with_float_weights(unshifted):
+                    self.bar.done(len(steps) - at)
+                    break
+                unshifted = None  # asked once
+            if applies and step.verb is seq_mse:
+                unshifted = self.held()
+            if applies:
+                self.call(step)
+            self.bar.done()
+        if self.misses:
+            self.mix([step for step in steps if step.rounds])
+            self.bar.done()
+
+    def call(self, step: _Step) -> None:
+        """Call a verb, and undo what it did unless the metric is better."""
+
+        def act() -> tuple[None, str]:
+            step.verb(self.sim, self.data, **step.options, **self.options)
+            return None, ""
+
+        before = self.held()
+        line = self.line(step.verb.__name__, **step.options)
+        if self.take(step.name, act, [line], lambda metric, _: metric > before.now, resizes=False) and step.rounds:
+            self.unrounded = self.unrounded or before
+
+    def misses_with_float_weights(self, place: _Place) -> bool:
+        """Return whether activations alone miss the budget, so that no better rounding of weights can meet it.
+
+        Such a row is noted, in place of steps that take a third of all passes.
+        """
+        here, decisions = self.held(), self.sim.plan.decisions.values()
+        activations = frozenset(d.site for d in decisions if d.kind not in ("weight", "bias"))
+        self.sim.restore(place.state)
+        with door_of(self.sim).quantizing_only(activations):
+            found = self.measured()
+        self.go_back(here)
+        if missed := self.reference - found > self.max_drop:
+            why = "the metric with all weights in float: better rounding of them (gptq, adaround) would not do"
+            self.say("quantize activations alone", metric=found, drop=self.reference - found, kept=False, note=why)
+        return missed
+
+    def say(self, step: str, **facts: Any) -> None:
+        """Add a row of something that is no step."""
+        self.rows.append({**dict.fromkeys(self.rows[0]), "step": step, **facts})
+
+    def mixed(self, given: Mapping[str, Any], note: Callable[[int], str]) -> tuple[float, str]:
+        """Raise sites, and return the metric and the note of how many."""
+        found = mixed_precision(self.sim, self.data, lambda _: self.measured(), **given, **self.options)
+        self.ranking, self.met = found.summary["ranking"], found.summary["met"]
+        return next(row["metric"] for row in found.rows if row["chosen"]), note(len(found.summary["raised"]))
+
+    def mix(self, rounding: Sequence[_Step]) -> None:
+        """Raise what must be wider, from before weights were rounded for good, and round what is left as it was.
+
+        With `max_bytes`, activations alone where raised weights do not fit. If that ends no better than where the path
+        is, it goes back.
+        """
+        here = self.held()
+        self.go_back(begin := self.unrounded or here)
+        activations = {"levels": ({"activation": "uint16"},)}  # where no byte of weights is left
+        tries: list[tuple[str, dict[str, Any]]] = [("mixed_precision", {})]
+        tries += [] if self.max_bytes is None else [("mixed_precision of activations", activations)]
+        for name, levels in tries:
+            given = {**levels, **self.search}
+            act = partial(self.mixed, given, lambda raised: f"{raised} raised")
+            if self.take(name, act, [self.line("mixed_precision", "sim, data, metric", **given)], self.fits):
+                break
+            self.rows[-1]["note"] += ": beyond max_bytes"
+        for step in rounding:
+            if self.misses and step.applies(self.sim):
+                self.call(step)
+        if self.now < here.now:
+            self.go_back(here)
+            self.say("back to before", metric=self.now, kept=True)
+            return
+        for row in self.rows[begin.rows : here.rows]:
+            if row["kept"]:
+                row |= {"kept": False, "note": "put back: a rounded weight gains nothing from more bits"}
+
+    def shrink(self, seed: int) -> None:
+        """Give 4 bits to the weights that the metric allows it for, and undo that if the file gets no smaller.
+
+        This is done only where it was asked for: a drop that is allowed is no wish for it.
+        """
+        sites = [] if self.sim.config is None else _lowerable_weights(self.sim)
+        if not sites or self.misses:
+            return
+        given = {"levels": ({"weight": "int8"},), **self.search}
+
+        def act() -> tuple[float, str]:
+            for site in sites:
+                self.sim.set_precision(site, weight="int4")
+            seq_mse(self.sim, self.data, seed=seed, **self.options)
+            return self.mixed(given, lambda raised: f"{len(sites) - raised} of {len(sites)} weights of 8 bits keep 4")
+
+        lines = [f"for site in {sites!r}:", '    sim.set_precision(site, weight="int4")', ""]
+        lines += [self.line("seq_mse", seed=seed), self.line("mixed_precision", "sim, data, metric", **given)]
+        self.take("int4 and back", act, lines, lambda _, size: self.met and size < self.size)
+
+    def finish(self) -> AutoquantReport:
+        """Return the report."""
+        # a busy processor is slower for a while, so the unit of passes is measured at both ends
+        unit = (self.seconds + self.float_pass()) / 2
+        for row in self.rows:
+            row["passes"] = row["passes"] and row["passes"] * self.seconds / unit
+        drop = self.reference - self.now
+        missed = [f"the metric is {drop:.4g} below float"] if self.misses else []
+        if not self.fits(self.now, self.size):
+            missed.append(f"the file has {self.size} bytes")
+        facts: dict[str, Any] = {"reference": self.reference, "metric": self.now, "drop": drop, "bytes": self.size}
+        if self.times:
+            facts["ms"] = float(profile(self.sim, runtime=self.times["runtime"], progress=False).summary["ms"])
+            if facts["ms"] > self.times["max_ms"] * _SLACK:
+                missed.append(f"a run takes {facts['ms']:.4g} ms")
+        facts |= {"passes": sum(row["passes"] or 0.0 for row in self.rows), "evaluations": self.evaluations}
+        if no_gain := where_bits_buy_nothing(self.sim.plan, self.sim.encodings):
+            facts["no_gain"] = no_gain
+        if self.ranking:
+            facts["ranking"] = self.ranking
+        remark = budget_remark(self.max_drop, facts)
+        summary = {"met": not missed, **({"missed": missed} if missed else {}), **remark, **facts}
+        return AutoquantReport("Automatic quantization", self.rows, summary, self.sim, "\n".join(self.code))
 
 
-def _of_a_float_pass(sim: Sim, data: Iterable[Any], forward: Forward | None) -> float:
-    """Return the seconds of processor time that the float model takes for the data."""
-    started = time.process_time()
-    for _ in door_of(sim).outputs(data, forward, in_float=True):
-        pass
-    return max(time.process_time() - started, 1e-9)
+def exported_bytes(sim: Sim) -> int:
+    """Return the bytes of the model that `export(prefer="size")` writes, with external data, without encodings."""
+    with TemporaryDirectory() as folder:
+        export(sim, Path(folder) / "model.onnx", check=False, prefer="size")
+        return sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix != ".json")
 
 
-def _mix(path: Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
-    """Raise what must be wider, from before weights were rounded for good, and round what is left as it was.
+def _lowerable_weights(sim: Sim) -> list[str]:
+    """Return the weights of 8 bits that may take fewer: those that share no encoding and are not frozen."""
+    return [d.site for d, bits in _free_weights(sim) if not d.tied_to and bits == 8]
 
-    If that ends no better than where the path is, it goes back.
+
+def _lower_weights(
+    sim: Sim, data: Iterable[Any], size: int, max_bytes: int, options: Mapping[str, Any]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Give 4 bits to the weights of 8 that matter least at the outputs, until the file of `size` bytes fits.
+
+    Returns:
+        The sites, and the rows of `sensitivity` that they were chosen by.
+
+    Raises:
+        ConfigError: it does not fit even if all of them have 4 bits, which is said with its size; or the sim was opened
+            from a Q/DQ file.
     """
-    here = path.held()
-    path.bar.now("mixed_precision")
-    path.go_back(begin := path.unrounded or here)
-    steps: Sequence[Mapping[str, Any]] = ({}, {"levels": _ACTIVATIONS_ALONE})
-    for number, levels in enumerate(steps if budgets.max_bytes is not None else steps[:1]):
-        before, seconds = path.held(), Stopwatch(path)
-        given = {**levels, **budgets.of_time, "max_drop": budgets.max_drop, "max_evaluations": _EVALUATIONS}
-        try:
-            found = mixed_precision(path.sim, path.data, seconds.metric, **given, **path.options)
-        except BaseException:
-            path.go_back(here)
-            raise
-        spent, path.ranking = seconds.without_metric(), found.summary["ranking"]
-        now, size = next(row["metric"] for row in found.rows if row["chosen"]), exported_bytes(path.sim)
-        fits = budgets.max_bytes is None or size <= budgets.max_bytes
-        note = f"{len(found.summary['raised'])} raised" + ("" if fits else ": beyond max_bytes")
-        name = "mixed_precision" + (" of activations" if number else "")
-        path.note(name, now, size, spent, fits, note)
-        if fits:
-            path.now, path.size = now, size
-            path.code.append(_line_of_mixed_precision(given, path.forwarded))
-            break
-        path.go_back(before)
-    for step in rounding:
-        if path.reference - path.now > budgets.max_drop:
-            path.try_step(step)
-    if path.now >= here.now:
-        path.mark_undone(begin, here)
-    else:
-        path.go_back(here)
-        path.rows.append({**dict.fromkeys(path.rows[0]), "step": "back to before", "metric": path.now, "kept": True})
+    if sim.config is None:
+        raise ConfigError("a Q/DQ file has its own weights; give the float model, so that fewer bits can be chosen")
+    config, before, sites = sim.config, sim.snapshot(), _lowerable_weights(sim)
 
+    def take(chosen: Iterable[str]) -> int:
+        sim.restore(before)
+        lowered = config
+        for site in chosen:
+            lowered = lowered.override(site, weight="int4")
+        sim.replan(lowered)
+        return exported_bytes(sim)
 
-def _shrink(path: Path, budgets: _Budgets, seed: int) -> Path:
-    """Give 4 bits to the weights that the metric allows it for, and undo that if the file gets no smaller.
-
-    This is done only where it was asked for: a drop that is allowed is no wish for it. The path is returned.
-    """
-    sites = [] if path.sim.config is None else lowerable_weights(path.sim)
-    if not sites or path.reference - path.now > budgets.max_drop:
-        return path
-    path.bar.now("int4 and back")
-    before, seconds = path.held(), Stopwatch(path)
-    given = {"max_drop": budgets.max_drop, "levels": _BACK, "max_evaluations": _EVALUATIONS, **budgets.of_time}
-    try:
-        for site in sites:
-            path.sim.set_precision(site, weight="int4")
-        seq_mse(path.sim, path.data, seed=seed, **path.options)
-        found = mixed_precision(path.sim, path.data, seconds.metric, **given, **path.options)
-        spent, size, path.ranking = seconds.without_metric(), exported_bytes(path.sim), found.summary["ranking"]
-    except BaseException:
-        path.go_back(before)
-        raise
-    now = next(row["metric"] for row in found.rows if row["chosen"])
-    kept = found.summary["met"] and size < before.size
-    note = f"{len(sites) - len(found.summary['raised'])} of {len(sites)} weights of 8 bits keep 4"
-    path.note("int4 and back", now, size, spent, kept, note)
-    if not kept:
-        path.go_back(before)
-        return path
-    path.now, path.size = now, size
-    path.code += [f"for site in {sites!r}:", '    sim.set_precision(site, weight="int4")', ""]
-    path.code.append(f"qsdk.seq_mse(sim, data, seed={seed}{path.forwarded})")
-    path.code.append(_line_of_mixed_precision(given, path.forwarded))
-    return path
-
-
-def _line_of_mixed_precision(given: Mapping[str, Any], forwarded: str) -> str:
-    shown = "".join(f", {key}={value!r}" for key, value in given.items())
-    return f"qsdk.mixed_precision(sim, data, metric{shown}{forwarded})"
-
-
-def _finish(path: Path, budgets: _Budgets) -> AutoquantReport:
-    # a busy processor is slower for a while, so the unit of passes is measured at both ends
-    unit = (path.seconds + _of_a_float_pass(path.sim, path.data, path.options["forward"])) / 2
-    for row in path.rows:
-        row["passes"] = row["passes"] and row["passes"] * path.seconds / unit
-    drop = path.reference - path.now
-    missed = [f"the metric is {drop:.4g} below float"] if drop > budgets.max_drop else []
-    if budgets.max_bytes is not None and path.size > budgets.max_bytes:
-        missed.append(f"the file has {path.size} bytes")
-    facts: dict[str, Any] = {"reference": path.reference, "metric": path.now, "drop": drop, "bytes": path.size}
-    if budgets.max_ms is not None:
-        facts["ms"] = float(profile(path.sim, runtime=budgets.runtime, progress=False).summary["ms"])
-        if facts["ms"] > budgets.max_ms * _SLACK:
-            missed.append(f"a run takes {facts['ms']:.4g} ms")
-    facts |= {"passes": sum(row["passes"] or 0.0 for row in path.rows), "evaluations": path.evaluations}
-    if no_gain := where_bits_buy_nothing(path.sim.plan, path.sim.encodings):
-        facts["no_gain"] = no_gain
-    if path.ranking:
-        facts["ranking"] = path.ranking
-    remark = budget_remark(budgets.max_drop, facts)
-    summary = {"met": not missed, **({"missed": missed} if missed else {}), **remark, **facts}
-    return AutoquantReport("Automatic quantization", path.rows, summary, path.sim, "\n".join(path.code))
+    smallest = take(sites)
+    if smallest > max_bytes:
+        raise ConfigError(
+            f"max_bytes={max_bytes}: the file has {size} bytes, and {smallest} with 4 bits in every weight of "
+            "8; allow that much, or give a smaller config, such as one with int2 weights"
+        )
+    layers = layers_of(sim.plan)
+    noise, _ = noise_of_layers(sim, data, layers, exact=False, **options)
+    ranking = sensitivity_report(layers, noise, {}, {}).to_dict()["rows"]
+    counts = {site: value.size for site, value in sim.stored_floats(sites).items()}
+    weights = [LowerableWeight(site, counts.get(site, 0) // 2, noise.alone.get(site, 0.0)) for site in sites]
+    wanted = size - max_bytes
+    for _ in range(_ROUNDS):
+        chosen = choose_lowered(weights, wanted) or sites
+        found = take(chosen)
+        if found <= max_bytes:
+            return chosen, ranking
+        wanted += found - max_bytes
+    take(sites)
+    return sites, ranking
