@@ -18,8 +18,8 @@ import torch
 
 import qsdk
 
-interpreter = Path("../../examples/c_interpreter/interpreter.c")
-print(interpreter.name, "has", len(interpreter.read_text().splitlines()), "lines")
+program = Path("../../examples/firmware/main.c")
+print(program.name, "has", len(program.read_text().splitlines()), "lines")
 
 # %% [markdown]
 # ## Quantize, as ever
@@ -37,7 +37,7 @@ print(f"{written.summary['bytes']:,} bytes")
 # ## Integers, and a C header
 #
 # `to_integer` replaces every operation by one on integers. With `firmware="network.h"` it also writes the network as a C header:
-# constant arrays, and a list of operations.
+# constant arrays, and a function for each layer.
 
 # %%
 integer = qsdk.to_integer("model.onnx", "integer.onnx", firmware="network.h")
@@ -45,16 +45,18 @@ print("float tensors left:", integer.summary["float_tensors"])
 
 header = Path("network.h").read_text()
 for line in header.splitlines():
-    if line.startswith(("#define QSDK_ARENA", "#define QSDK_OPS")):
+    if line.startswith("#define QSDK_ARENA"):
         print(line)
-print(next(line for line in header.splitlines() if "QSDK_CONV, .count" in line)[:100], "...")
+start = header.index("static void qsdk_run")
+for line in header[start:].splitlines()[:8]:
+    print(line.split("(const")[0])
 
 # %% [markdown]
 # `QSDK_ARENA_BYTES` is all the working memory (RAM) that the network needs. All its tensors share one static array.
 #
 # How does a layer work without floats? It multiplies 8-bit codes and adds them up in 32 bits. The sum has to become an 8-bit code again.
 # In floats this would be a multiplication by `input scale * weight scale / output scale`, say 0.0037. In integers it is a multiplication by a
-# large whole number, and then a shift to the right. This is the operation `QSDK_REQUANTIZE`.
+# large whole number, and then a shift to the right. Here it is, for three sums.
 
 # %%
 factor = 0.0037
@@ -68,9 +70,9 @@ print("in integers:", (sums * mantissa + 2 ** (shift - 1)) >> shift, f" with {ma
 # ## Compile it
 
 # %%
-command = ["cc", "-std=c99", "-O2", "-I", ".", str(interpreter), "-o", "network"]
+command = ["cc", "-std=c99", "-O3", "-I", ".", str(program), "-o", "network"]
 subprocess.run(command, check=True)
-print(" ".join(["cc", *command[1:5], interpreter.name, *command[6:]]))
+print(" ".join(["cc", *command[1:5], program.name, *command[6:]]))
 
 # %% [markdown]
 # ## From a picture to codes, and back
@@ -123,7 +125,7 @@ print("accuracy in float:", (floats.argmax(1) == labels).mean().round(2))
 # %% [markdown]
 # ## What it needs
 #
-# Constants go to flash. The arena goes to RAM. The rest is the code of the interpreter.
+# Constants go to flash. The arena goes to RAM. The rest is the code of the layers.
 
 # %%
 arena = int(next(line.split()[-1] for line in header.splitlines() if "QSDK_ARENA_BYTES" in line))
@@ -137,7 +139,7 @@ axis.set(xlim=(0, 560), xlabel="kilobytes")
 axis.invert_yaxis()
 
 # %% [markdown]
-# The arena holds the 32-bit sums of the largest layer. Smaller pictures or fewer channels make it smaller.
+# The arena holds what a layer reads and what it writes, at the largest layer. Smaller pictures or fewer channels make it smaller.
 #
 # ## Chips without 64-bit products
 #
@@ -155,9 +157,9 @@ print("largest difference in a code:", int(np.abs(narrow_answers.astype(int) - a
 # %% [markdown]
 # ## What you have seen
 #
-# 1. `to_integer(..., firmware="network.h")` writes a network as C arrays.
-# 2. One C file runs it, without heap and without floats.
+# 1. `to_integer(..., firmware="network.h")` writes a network as C: arrays, and a function for each layer.
+# 2. It runs without heap and without floats.
 # 3. It gives the same bits as the ONNX file, so all measurements on the computer hold on the chip.
 #
-# The interpreter is small rather than fast. Replace its loops by those of your chip's library, one by one, and compare the codes.
+# Its loops are plain, and a compiler makes them fast. Where your chip's library is faster, replace them one by one, and compare the codes.
 # All forms of integers, and what each guarantees: [Integers only](../guides/integer.md).

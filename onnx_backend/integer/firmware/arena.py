@@ -37,14 +37,16 @@ class StaticTensor:
 
 @dataclass(frozen=True)
 class StaticOp:
-    """An operation of the C interpreter.
+    """An operation of a C program.
 
     Attributes:
-        kind: of the header's enum.
+        kind: of those that `layers` has a form for.
         node: the node of the Q/DQ model.
-        inputs: names of tensors, constants too.
+        inputs: names of tensors, constants too, and behind them those of `then`.
         output: name of a tensor.
-        fields: of the header's struct, besides those.
+        fields: what the kind needs to know besides.
+        room: name of a tensor that only this operation uses, or nothing.
+        then: the requantization of each of its sums, whose first input they are.
     """
 
     kind: str
@@ -52,6 +54,8 @@ class StaticOp:
     inputs: tuple[str, ...]
     output: str
     fields: dict[str, Any] = field(default_factory=dict)
+    room: str = ""
+    then: "StaticOp | None" = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ class StaticProgram:
     arena: int
 
 
+def spatial(shape: Sequence[int]) -> list[int]:
+    """Return the last three axes of a tensor (batch, channels, up to 3 axes); missing ones in front are of size 1."""
+    return [1] * (5 - len(shape)) + list(shape[2:])
+
+
 def needed(ops: Sequence[StaticOp], outputs: Sequence[str]) -> list[StaticOp]:
     """Drop operations that nobody reads."""
     wanted, kept = set(outputs), []
@@ -89,8 +98,8 @@ def place_in_arena(
     """Assign a place to every tensor that is no constant, its own while it is needed; return the total bytes too."""
     born, dies = dict.fromkeys(inputs, -1), dict.fromkeys(inputs, -1)
     for index, op in enumerate(ops):
-        born.setdefault(op.output, index)
-        dies.update(dict.fromkeys((*op.inputs, op.output), index))
+        born.update({op.output: index, op.room: index})
+        dies.update(dict.fromkeys((*op.inputs, op.output, op.room), index))
     dies.update(dict.fromkeys(outputs, len(ops)))
     placed: dict[str, StaticTensor] = {name: t for name, t in tensors.items() if t.values is not None}
     moving = [tensor for tensor in tensors.values() if tensor.values is None]

@@ -4,14 +4,16 @@ Ops that only move elements (Reshape, Transpose, Slice, Pad, ...) are run once o
 shows their kind: a copy, a strided read, or a read by a table of positions.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, helper
 
-from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, place_in_arena
+from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, place_in_arena, spatial
 from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.lowering.unsupported import origin
@@ -37,23 +39,24 @@ _BINARY: Mapping[str, str] = MappingProxyType(
     }
 )
 _SPATIAL = 3
+_SUMS = frozenset({"CONV", "CHANNEL_CONV", "MATMUL", "WINDOW_SUM"})
 
 
 def static_program(program: FirmwareProgram) -> StaticProgram:
     """Return a program for a batch of 1.
 
     Raises:
-        IntegerError: an input has another dynamic size, or the interpreter has no form for an operation: it is named.
+        IntegerError: an input has another dynamic size, or an operation has no form in C: it is named.
     """
     lowering = _StaticLowering(program, run_reference(program.model, _zeros(program.model), every_tensor=True))
     for op in program.ops:
         lowering.add(op)
-    ops = needed(lowering.ops, [entry["tensor"] for entry in program.outputs])
+    ops = lowering.joined(needed(lowering.ops, [entry["tensor"] for entry in program.outputs]))
     read = {name for op in ops for name in op.inputs}
     outputs = program.outputs
     inputs = [entry for entry in program.inputs if entry["tensor"] in read or entry["dtype"] in _TYPES]
     edges = [entry["tensor"] for entry in (*inputs, *outputs)]
-    names = dict.fromkeys([*edges, *(name for op in ops for name in (*op.inputs, op.output))])
+    names = dict.fromkeys([*edges, *(name for op in ops for name in (*op.inputs, op.output, op.room) if name)])
     tensors = {name: lowering.tensor(name) for name in names}
     for name in edges:
         if tensors[name].values is not None:
@@ -87,13 +90,15 @@ def _zeros(model: ModelProto) -> dict[str, Array]:
 
 
 class _StaticLowering:
-    """The translation of a program's ops into those of the interpreter; `seen` holds every tensor of one run."""
+    """The translation of a program's ops into those of C; `seen` holds every tensor of one run."""
 
     def __init__(self, program: FirmwareProgram, seen: Mapping[str, Array]) -> None:
         self._seen = seen
         self.constants = dict(program.arrays)
         self._origins = program.origins
         self._dtypes = {name: op["dtypes"][i] for op in program.ops for i, name in enumerate(op["outputs"])}
+        self._outputs = [entry["tensor"] for entry in program.outputs]
+        self._rooms: dict[str, StaticTensor] = {}
         self.ops: list[StaticOp] = []
 
     def add(self, op: dict[str, Any]) -> None:
@@ -107,9 +112,40 @@ class _StaticLowering:
             raise self.inexpressible(op, f"the operator {op['op']} has no form in C")
         lower(self, op)
 
-    def emit(self, kind: str, op: dict[str, Any], inputs: Sequence[str], output: str = "", **fields: Any) -> None:
+    def emit(
+        self, kind: str, op: dict[str, Any], inputs: Sequence[str], output: str = "", room: str = "", **fields: Any
+    ) -> None:
         """Append an operation."""
-        self.ops.append(StaticOp(kind, op["node"], tuple(inputs), output or op["outputs"][0], fields))
+        self.ops.append(StaticOp(kind, op["node"], tuple(inputs), output or op["outputs"][0], fields, room))
+
+    def joined(self, ops: Sequence[StaticOp]) -> list[StaticOp]:
+        """Let sums that only a requantization reads be requantized where they are made, by constants of the channel."""
+        readers = Counter([name for op in ops for name in op.inputs] + self._outputs)
+        made = {op.output: op for op in ops if op.kind in _SUMS and readers[op.output] == 1}
+        found: dict[str, StaticOp] = {}
+        for op in ops:
+            first = made.get(op.inputs[0]) if op.kind.startswith("REQUANTIZE") and op.fields["terms"] == 1 else None
+            if first and self._by_channel(first, op):
+                del found[first.output]
+                found[op.output] = replace(first, inputs=first.inputs + op.inputs[1:], output=op.output, then=op)
+            else:
+                found[op.output] = op
+        return list(found.values())
+
+    def _by_channel(self, sums: StaticOp, op: StaticOp) -> bool:
+        shape = self.shape(op.output)
+        axis = len(shape) - (1 if sums.fields.get("transposed") else 2) if sums.kind == "MATMUL" else 1
+        line = [size if i == axis else 1 for i, size in enumerate(shape)]
+        given = [self.shape(name) for name in op.inputs[1:]]
+        fits = all(np.prod(each) == 1 or [1] * (len(line) - len(each)) + list(each) == line for each in given)
+        return fits and shape == self.shape(sums.output)
+
+    def room(self, op: dict[str, Any], source: str, elements: int) -> str:
+        """Return the name of a tensor for elements of `source` less its zero point, which one operation uses."""
+        dtype = "int16" if self.tensor(source).dtype in ("uint8", "int8") else "int32"
+        name = f"{op['outputs'][0]}.room"
+        self._rooms[name] = StaticTensor(name, dtype, (elements,))
+        return name
 
     def add_constant(self, stem: str, values: Array) -> str:
         """Add a constant; return its name."""
@@ -140,6 +176,8 @@ class _StaticLowering:
         Raises:
             IntegerError: its dtype has no form in C.
         """
+        if name in self._rooms:
+            return self._rooms[name]
         values = self.constants.get(name)
         found = self._seen[name] if values is None else values
         dtype = self._dtypes.get(name) or found.dtype.name
@@ -155,9 +193,40 @@ class _StaticLowering:
 
 
 def _conv(low: _StaticLowering, op: dict[str, Any]) -> None:
-    codes, weight, attrs = op["inputs"][0], op["parameters"]["weight"], op["attributes"]
-    window = _window(low, op, low.shape(weight)[2:])
-    low.emit("CONV", op, [codes, weight], zero_point=[attrs["zero_point"], 0], group=attrs["group"], **window)
+    codes, weight, attrs = op["inputs"][0], low.constants[op["parameters"]["weight"]], op["attributes"]
+    window, flat = _window(low, op, weight.shape[2:]), weight.reshape(*weight.shape[:2], -1)
+    window["zero_point"] = [attrs["zero_point"], 0]
+    if weight.shape[1] == 1:
+        # of 16 bits, as compilers have products of such with such
+        name = low.add_constant(f"{op['parameters']['weight']}.taps", narrowest(flat, (np.int16, np.int32)))
+        low.emit("CHANNEL_CONV", op, [codes, name], room=_plane(low, op, window), **window)
+        return
+    # all channels of a tap lie together
+    rows = _padded(flat.swapaxes(1, 2).reshape(len(flat), -1))
+    name = low.add_constant(f"{op['parameters']['weight']}.taps", rows)
+    block = _block(int(np.prod(low.shape(op["outputs"][0])[2:])), rows.shape[1])
+    room = low.room(op, codes, block * rows.shape[1])
+    low.emit("CONV", op, [codes, name], room=room, group=attrs["group"], block=block, depth=weight.shape[1], **window)
+
+
+def _padded(rows: Array) -> Array:
+    """Return rows with zeros behind, up to a multiple of 8, where these are few."""
+    short = -rows.shape[-1] % 8 if rows.shape[-1] >= 24 else 0
+    return np.ascontiguousarray(np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, short)]))
+
+
+def _block(pixels: int, depth: int) -> int:
+    """Return of how many pixels the sums are taken at once: a multiple of 4, of 16 where that takes little room."""
+    return min(pixels // 4 * 4, 16 if depth <= 64 else 4) or pixels
+
+
+def _plane(low: _StaticLowering, op: dict[str, Any], window: dict[str, Any]) -> str:
+    """Return the room for a channel with its pads, and note its sizes."""
+    steps = zip(
+        spatial(low.shape(op["outputs"][0])), window["kernel"], window["stride"], window["dilation"], strict=True
+    )
+    window["padded"] = [(count - 1) * stride + (k - 1) * dilation + 1 for count, k, stride, dilation in steps]
+    return low.room(op, op["inputs"][0], int(np.prod(window["padded"])))
 
 
 def _window(low: _StaticLowering, op: dict[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
@@ -197,7 +266,15 @@ def _matmul(low: _StaticLowering, op: dict[str, Any]) -> None:
             inputs, zero_points = inputs[::-1], zero_points[::-1]
     if min(len(low.shape(name)) for name in inputs) < 2:
         raise low.inexpressible(op, "one of its operands is a vector")
-    low.emit("MATMUL", op, inputs, zero_point=zero_points)
+    pixels, transposed = inputs[1], inputs[1] in low.constants
+    if transposed:
+        stored = _padded(low.constants[inputs[1]].swapaxes(-1, -2))
+        pixels, inputs = inputs[0], [inputs[0], low.add_constant(f"{inputs[1]}.rows", stored)]
+    depth, made = low.shape(inputs[1 if transposed else 0])[-1], low.shape(op["outputs"][0])
+    whole = transposed and int(np.prod(low.shape(inputs[1])[:-2])) == 1  # all of the batch is rows
+    block = _block(int(np.prod(made[:-1])) if whole else made[-2 if transposed else -1], depth)
+    room = low.room(op, pixels, block * depth)
+    low.emit("MATMUL", op, inputs, room=room, zero_point=zero_points, transposed=transposed, block=block)
 
 
 def _multiply(low: _StaticLowering, op: dict[str, Any]) -> None:
@@ -213,10 +290,9 @@ def _binary(low: _StaticLowering, op: dict[str, Any]) -> None:
 def _pool(low: _StaticLowering, op: dict[str, Any]) -> None:
     window = _window(low, op, op["attributes"]["kernel_shape"])
     kind = "WINDOW_SUM" if op["op"] == "WindowSum" else "MAX_POOL"
-    dtype = low.tensor(op["inputs"][0]).dtype
-    if dtype != "uint8":
-        raise low.inexpressible(op, f"it reads {dtype}, not codes of 8 bits")
-    low.emit(kind, op, op["inputs"][:1], zero_point=[op["attributes"].get("zero_point", 0), 0], **window)
+    zero_point = [op["attributes"].get("zero_point", 0), 0]
+    room = _plane(low, op, window)
+    low.emit(kind, op, op["inputs"][:1], room=room, zero_point=zero_point, **window)
 
 
 def _along_axes(low: _StaticLowering, op: dict[str, Any]) -> None:

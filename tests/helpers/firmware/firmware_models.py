@@ -98,6 +98,19 @@ def one_axis():
     return net.model(), {"x": floats((2, 3, 20))}
 
 
+def signal():
+    """Rows longer than what is summed at once, kernels longer than what is unrolled, a stored operand with a batch."""
+    net = Net(18)
+    x = net.qdq(net.input(["n", 1, 150]), 0.031, 119)
+    weight, _ = net.weight((4, 1, 11), 0)
+    y = net.qdq(net.op("Conv", x, weight, pads=[5, 5]), 0.04, 121)
+    y = net.qdq(net.op("AveragePool", y, kernel_shape=[9], strides=[2]), 0.03, 117)
+    y = net.op("Reshape", y, net.const(np.array([-1, 4, 1, 71])))
+    right, _ = net.weight((4, 71, 6), 2)
+    net.output(net.qdq(net.op("MatMul", y, right), 0.09, 125), ["n", 4, 1, 6])
+    return net.model(), {"x": floats((2, 1, 150))}
+
+
 def three_axes():
     net = Net(7)
     x = net.qdq(net.input([1, 2, 4, 5, 6]), 0.031, 100)
@@ -240,6 +253,7 @@ IN_C = {
     "matmuls": matmuls,
     "pools": pools,
     "one axis": one_axis,
+    "signal": signal,
     "three axes": three_axes,
     "moves": moves,
     "joined": joined,

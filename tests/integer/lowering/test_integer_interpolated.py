@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from c_interpreter import COMPILER, compiled
-from c_interpreter import run as run_c
+from c_program import COMPILER, compiled
+from c_program import run as run_c
 from firmware_models import silu_of_sixteen_bits
 from integer_models import INT16, LEVELS, UINT8, UINT16, Net, run, small_cnn
 from onnx import TensorProto, shape_inference

@@ -1,4 +1,4 @@
-"""The C interpreter of the examples, compiled with every warning an error, against the NumPy reference, bit for bit."""
+"""The C of a network, compiled with every warning an error, against the NumPy reference, bit for bit."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from c_interpreter import COMPILER, EXAMPLE, compiled, run
+from c_program import COMPILER, EXAMPLE, compiled, run
 from firmware_models import IN_C, cnn, ties
 from integer_models import Net
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc) on 
 
 
 def compare(model, feeds, folder, *flags, **options):
-    """Run the interpreter image by image (all of a fixed batch at once): every byte is the reference's."""
+    """Run the program image by image (all of a fixed batch at once): every byte is the reference's."""
     result = convert(model, **options)
     made = firmware_program(result)
     fixed = made.inputs[0]["shape"][0] is not None
@@ -75,14 +75,15 @@ def test_requantization_in_32_bits(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["cnn of int8", "16 bits"])
 def test_integer_edges(name, tmp_path):
-    compare(*IN_C[name](), tmp_path, edges="integer")
+    compare(*IN_C[name](), tmp_path, "-O3", edges="integer")
 
 
 def test_names_of_tensors_cannot_break_a_header(tmp_path):
     net = Net()
     x = net.qdq(net.input([1, 2, 4, 4], 'a"b\\c*/d??/\nint x;'), 0.03, 100)
-    net.output(net.qdq(net.op("MaxPool", x, kernel_shape=[2, 2]), 0.03, 100), [1, 2, 3, 3])
-    net.nodes[0].output[0] = net.nodes[1].input[0] = "*/\n#error \\"
+    y = net.op("Conv", x, net.weight((2, 2, 3, 3), 0)[0])
+    net.nodes[-1].name = "*/\n#error \\"
+    net.output(net.qdq(y, 0.03, 100), [1, 2, 2, 2])
     text = header(firmware_program(convert(net.model())))
     assert "#error" in text
     compiled(text, tmp_path)
