@@ -137,6 +137,26 @@ def _bounds_as_numbers(x: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> tu
     return (grid.lo - least, grid.hi - least) if least == most else None
 
 
+class _Clip(torch.autograd.Function):
+    """A clip whose ends pass the gradient on, as `torch.clamp` did until torch 2.14: what lies there is not clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lo: float, hi: float) -> Tensor:
+        result = x.clamp(lo, hi)
+        ctx.save_for_backward(x == result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x, 0 where clipped."""
+        return torch.where(ctx.saved_tensors[0], grads[0], 0.0), None, None
+
+
+def clip(x: Tensor, lo: float, hi: float) -> Tensor:
+    """Return x within two bounds; the gradient passes where x is not beyond them, so at the bounds as well."""
+    return _Clip.apply(x, lo, hi)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _CastStraightThrough(torch.autograd.Function):
     """Straight-through rounding to another float type and back."""
 
@@ -157,7 +177,7 @@ def cast_straight_through(x: Tensor, dtype: DType) -> Tensor:
 
 def fake_quantize_minifloat(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
     """Return x in a float8 or float4 dtype times its scale; the gradient passes straight through the cast."""
-    return affine.fake_quantize_minifloat(x, scale, dtype, lambda v: cast_straight_through(v, dtype))  # type: ignore[no-any-return]
+    return affine.fake_quantize_minifloat(x, scale, dtype, lambda v: cast_straight_through(v, dtype), clip)  # type: ignore[no-any-return]
 
 
 def cast(x: Tensor, dtype: DType) -> Tensor:

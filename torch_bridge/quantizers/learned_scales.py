@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qsdk.core.numerics.dtypes import float8e8m0
 from qsdk.core.numerics.spec import Spec
+from torch_bridge.quantizers.fake_quant import clip
 
 _LOG2_FACTORS = (-20.0, 20.0)
 
@@ -36,7 +37,7 @@ def learned_scale(base: Tensor, log2: Tensor, spec: Spec) -> Tensor:
 
 def learned_zero_point(base: Tensor, shift: Tensor, lo: float, hi: float) -> Tensor:
     """Return the integer of the grid that is nearest to `base + shift * (hi - lo)`."""
-    moved = (base + shift * (hi - lo)).clamp(lo, hi)
+    moved = clip(base + shift * (hi - lo), lo, hi)  # one at an end of the grid, as behind a ReLU, is learned too
     result: Tensor = _RoundStraightThrough.apply(moved)  # type: ignore[no-untyped-call]
     return result
 

@@ -67,13 +67,20 @@ def block_scale(peak: Any) -> Any:
     return (peak / 127).clip(SMALLEST, None)
 
 
-def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) -> Any:
+def saturate(value: Any, lo: float, hi: float) -> Any:
+    """Return the value, or the end of the interval that it is beyond."""
+    return value.clip(lo, hi)
+
+
+def fake_quantize_minifloat(
+    x: Any, scale: Any, dtype: DType, cast: Rounding, clip: Callable[[Any, float, float], Any] = saturate
+) -> Any:
     """Fake-quantize x to a float8 or float4: divide, saturate to the largest finite value, cast, multiply.
 
     `cast` rounds its argument to the minifloat's values and returns it in x's type (ml_dtypes in NumPy,
-    torch's own float8 types in PyTorch).
+    torch's own float8 types in PyTorch). `clip` saturates.
     """
-    return cast((x / scale).clip(dtype.lo, dtype.hi)) * scale
+    return cast(clip(x / scale, dtype.lo, dtype.hi)) * scale
 
 
 def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: int | None) -> Any:

@@ -269,9 +269,9 @@ def test_the_gain_of_a_quantizer_is_lsqs():
 
 
 def test_minifloat_gradients_pass_straight_through_inside_the_range():
-    x = torch.tensor([-1000.0, -3.3, 0.4, 500.0], requires_grad=True)
+    x = torch.tensor([-1000.0, -448.0, -3.3, 0.4, 448.0, 500.0], requires_grad=True)  # its ends are +-448
     fake_quantize_minifloat(x, torch.tensor(1.0), DTYPES["float8e4m3fn"]).sum().backward()
-    assert torch.equal(x.grad, torch.tensor([0.0, 1.0, 1.0, 0.0]))
+    assert torch.equal(x.grad, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0]))
 
 
 def test_a_mask_of_the_smallest_float_has_no_nan():

@@ -43,9 +43,9 @@ def test_a_learned_zero_point_is_the_nearest_in_the_whole_grid(base: int, shift:
 
 
 def test_learned_zero_points_reach_both_ends_and_pass_their_gradient():
-    shift = torch.tensor([-2.0, 2.0, 0.1], requires_grad=True)
-    found = learned_zero_point(torch.full((3,), 100.0), shift, 0, 255)
-    assert found.tolist() == [0.0, 255.0, 126.0]
+    shift = torch.tensor([-2.0, 2.0, 0.1, 0.0, 0.0], requires_grad=True)
+    found = learned_zero_point(torch.tensor([100.0, 100.0, 100.0, 0.0, 255.0]), shift, 0, 255)
+    assert found.tolist() == [0.0, 255.0, 126.0, 0.0, 255.0]
     found.sum().backward()
     assert shift.grad is not None
-    assert shift.grad.tolist() == [0.0, 0.0, 255.0]
+    assert shift.grad.tolist() == [0.0, 0.0, 255.0, 255.0, 255.0]  # one that starts at an end can leave it
