@@ -107,7 +107,8 @@ def encodings(draw):
     """Tensor and encoding, of every dtype and granularity that AIMET knows."""
     kind = draw(st.sampled_from([*TENSORS]))
     tensor = TENSORS[kind]
-    dtype = dtype_named(draw(st.sampled_from([name for name, d in DTYPES.items() if d.is_quantized])))
+    known = [name for name, d in DTYPES.items() if d.is_quantized and not d.exact_sums]  # that is int8 in these files
+    dtype = dtype_named(draw(st.sampled_from(known)))
     shape, axis, block = {
         "tensor": ((1,), None, None),
         "channel": ((3,), 0, None),

@@ -5,18 +5,19 @@ signed dtype, which they call symmetric; 2.0.0 and 2.1.0 have QuantizeLinear's o
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from qsdk.core.encodings.aimet.by_modules import SECTIONS, by_tensors, is_by_modules
-from qsdk.core.encodings.aimet.fields import Fields, numbers
+from qsdk.core.encodings.aimet.document import Checked
 from qsdk.core.encodings.aimet.stated import Stated
+from qsdk.core.encodings.tensor_facts import read_by
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, float16
 
+SECTIONS = ("activation_encodings", "param_encodings")
 VERSIONS = ("0.6.1", "1.0.0", "2.0.0", "2.1.0")
 
 
@@ -59,8 +60,8 @@ def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
         FileFormatError: an unknown version, or an entry that is incomplete, foreign or contradicts itself; names the
             file and the tensor.
     """
-    if is_by_modules(data):
-        data = by_tensors(data, where)
+    if _goes_by_modules(data):
+        data = _by_tensors(data, where)
     version = data.get("version", _version_by_shape(data))
     if version not in VERSIONS:
         raise FileFormatError(
@@ -86,6 +87,41 @@ def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
     return AimetFile(version, entries, casts, stored, provenance)
 
 
+def _goes_by_modules(data: Mapping[str, Any]) -> bool:
+    """Return whether JSON data of AIMET name modules, or are objects under a version that has lists.
+
+    Such is what `QuantizationSimModel.export` of aimet-torch writes beside the ONNX model, whatever version it is set
+    to: `{module: {"input" | "output": {index: entry}}}` for activations, and parameters by path.
+    """
+    parts = [data[name] for name in SECTIONS if data.get(name)]
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        return False
+    modules = data.get(SECTIONS[0]) or {}
+    return data.get("version") == "1.0.0" or any(isinstance(entry, dict) for entry in modules.values())
+
+
+def _by_tensors(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the same content by tensors: results of modules by site, arguments as `tensor_facts.read_by` names them.
+
+    Raises:
+        FileFormatError: a module has something else than inputs and outputs; names it.
+    """
+    activations: dict[str, Any] = {}
+    for module, ports in (data.get(SECTIONS[0]) or {}).items():
+        if not isinstance(ports, dict) or not all(
+            port in ("input", "output") and isinstance(entries, dict) for port, entries in ports.items()
+        ):
+            raise FileFormatError(
+                f"{where}, module {module!r}: a file that goes by modules has input and output of each, with entries "
+                "by index; write it again"
+            )
+        for port, entries in ports.items():
+            for index, entry in entries.items():
+                name = read_by(module, index) if port == "input" else f"{module}:output" + str(index) * (index != "0")
+                activations[name] = entry if isinstance(entry, list) else [entry]
+    return {**data, "version": "0.6.1", SECTIONS[0]: activations}
+
+
 def _version_by_shape(data: Mapping[str, Any]) -> str:
     sections = [data[name] for name in SECTIONS if name in data]
     return "2.0.0" if not sections else "1.0.0" if all(isinstance(part, list) for part in sections) else "0.6.1"
@@ -109,21 +145,44 @@ def _named(data: Mapping[str, Any], version: str, where: str, sections: Sequence
     return result
 
 
+def _entry(entry: Any, where: str, required: Collection[str], optional: Collection[str] = ()) -> Checked:
+    """Return an entry for typed reading; raise an error for missing and unknown fields."""
+    if not isinstance(entry, dict):
+        raise FileFormatError(f"{where}: an entry is an object, not {repr(entry)[:40]}; write it again")
+    known = (*required, *optional)
+    missing, unknown = set(required) - set(entry), set(entry) - set(known)
+    if missing or unknown:
+        what = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown {', '.join(sorted(unknown))}"
+        raise FileFormatError(f"{where}: the entry {what}; its version has {', '.join(known)}")
+    return Checked(entry, "", where, FileFormatError)
+
+
+def _require_no_shift(part: Checked, *, whole: bool = False) -> None:
+    """Raise an error for a zero point between two codes: a shift that is not 0 (with `whole`: not whole)."""
+    if part.is_given and (part.array() % 1 if whole else part.array()).any():
+        raise FileFormatError(
+            f"{part.where} puts zero between two codes, which ONNX cannot; write it without, from a sim whose zero "
+            "points are whole"
+        )
+
+
 def _from_0_6_1(entry: Any, where: str) -> Stated | DType:
     if not isinstance(entry, list) or not entry:
         raise FileFormatError(f"{where}: an entry of version 0.6.1 is a list with one object per channel; correct it")
     if entry == [{"bitwidth": 16, "dtype": "float"}]:
         return float16
     known = ("bitwidth", "dtype", "is_symmetric", "min", "max", "scale", "offset")
-    parts = [Fields(part, where).require_fields(known, known) for part in entry]
-    if len({(p.whole("bitwidth"), p.text("dtype"), p.flag("is_symmetric")) for p in parts}) > 1:
+    parts = [_entry(part, where, known) for part in entry]
+    types = {(p.part("bitwidth").whole(), p.part("dtype").text(), p.part("is_symmetric").flag(False)) for p in parts}
+    if len(types) > 1:
         raise FileFormatError(f"{where}: its channels have different types; write the file again")
-    if parts[0].text("dtype") != "int":
-        raise FileFormatError(f"{where}: the dtype {parts[0].text('dtype')!r} is neither int nor a float of 16 bits")
-    dtype = _integer(parts[0].whole("bitwidth"), parts[0].flag("is_symmetric"), where)
-    scale, offset = (np.array([p.number(name) for p in parts]) for name in ("scale", "offset"))
+    ((width, kind, symmetric),) = types
+    if kind != "int":
+        raise FileFormatError(f"{where}: the dtype {kind!r} is neither int nor a float of 16 bits")
+    dtype = _integer(width, symmetric, where)
+    scale, offset = (np.array([p.part(name).number() for p in parts]) for name in ("scale", "offset"))
     for name, steps in (("min", offset), ("max", offset + 2.0**dtype.bits - 1)):
-        stated = np.array([p.number(name) for p in parts])
+        stated = np.array([p.part(name).number() for p in parts])
         # half a step: other tools round these two for display
         if not (np.abs(stated - steps * scale) <= 0.5 * scale + 1e-5 * np.abs(stated)).all():
             raise FileFormatError(f"{where}: {name} contradicts scale and offset; write the file again")
@@ -131,33 +190,32 @@ def _from_0_6_1(entry: Any, where: str) -> Stated | DType:
 
 
 def _from_1_0_0(entry: Any, where: str) -> Stated | DType:
-    fields = Fields(entry, where)
     if entry == {"bw": 16, "dtype": "FLOAT", "enc_type": "PER_TENSOR"}:
         return float16
     base = ("bw", "dtype", "enc_type", "is_sym", "scale", "offset")
     blocks, two_levels = ("block_size",), ("block_size", "compressed_bw", "per_block_int_scale")
     extra = {"PER_TENSOR": (), "PER_CHANNEL": (), "PER_BLOCK": blocks, "LPBQ": two_levels}
-    kind = fields.text("enc_type")
+    kind = Checked(entry, "", where, FileFormatError).part("enc_type").text()
     if kind not in extra:
         raise FileFormatError(f"{where}: qsdk has no encodings of the kind {kind!r}; use {', '.join(extra)}")
-    fields.require_fields((*base, *extra[kind]), (*base, *extra[kind], "zero_point_shift"))
-    fields.require_no_shift("zero_point_shift")
-    if fields.text("dtype") != "INT":
-        raise FileFormatError(f"{where}: the dtype {fields.text('dtype')!r} is neither INT nor a FLOAT of 16 bits")
-    width = fields.whole("compressed_bw" if kind == "LPBQ" else "bw")
-    dtype = _integer(width, fields.flag("is_sym"), where)
-    scale, offset = fields.flat("scale"), fields.flat("offset")
+    part = _entry(entry, where, (*base, *extra[kind]), ("zero_point_shift",)).part
+    _require_no_shift(part("zero_point_shift"))
+    if part("dtype").text() != "INT":
+        raise FileFormatError(f"{where}: the dtype {part('dtype').text()!r} is neither INT nor a FLOAT of 16 bits")
+    dtype = _integer(part("compressed_bw" if kind == "LPBQ" else "bw").whole(), part("is_sym").flag(False), where)
+    scale, offset = part("scale").array(1), part("offset").array(1)
     if kind == "LPBQ":
-        middle = -(2.0 ** (fields.whole("bw") - 1)) if 1 <= fields.whole("bw") <= 32 else math.nan
+        wide = part("bw").whole()
+        middle = -(2.0 ** (wide - 1)) if 1 <= wide <= 32 else math.nan
         if not dtype.signed or not (offset == middle).all():
             raise FileFormatError(f"{where}: two-level scales are symmetric, with the offset {middle:.0f}")
-        levels = fields.levels("per_block_int_scale")
+        levels = part("per_block_int_scale").levels()
         if levels.size % scale.size:
             raise FileFormatError(f"{where}: {levels.size} block scales for {scale.size} channels")
         scale = (levels.reshape(scale.size, -1) * _float32(scale).astype(np.float64)[:, None]).reshape(-1)
         offset = np.full(scale.shape, dtype.lo)
     granularity = {"PER_TENSOR": "tensor", "PER_CHANNEL": "channel"}.get(kind, "block")
-    return _flat(dtype, scale, offset, granularity, where, fields.positive("block_size") if extra[kind] else None)
+    return _flat(dtype, scale, offset, granularity, where, part("block_size").whole(1) if extra[kind] else None)
 
 
 def _flat(dtype: DType, scale: Any, offset: Any, granularity: Any, where: str, block_size: int | None = None) -> Stated:
@@ -169,34 +227,28 @@ def _flat(dtype: DType, scale: Any, offset: Any, granularity: Any, where: str, b
 
 
 def _from_2(entry: Any, where: str) -> Stated | DType:
-    fields = Fields(entry, where)
-    two_levels = {"per_block_int_scale", "per_channel_float_scale"} & set(fields.entry)
+    two_levels = {"per_block_int_scale", "per_channel_float_scale"} & set(entry)
     scales = ("per_block_int_scale", "per_channel_float_scale") if two_levels else ("y_scale",)
-    required = ("output_dtype", *scales)
-    fields.require_fields(required, (*required, "y_zero_point", "axis", "block_size"))
-    dtype = _named_dtype(fields.text("output_dtype"), where)
-    axis = fields.whole("axis") if "axis" in fields.entry else None
-    block_size = fields.positive("block_size") if "block_size" in fields.entry else None
-    nested = isinstance(fields.entry.get("y_scale"), dict)
+    part = _entry(entry, where, ("output_dtype", *scales), ("y_zero_point", "axis", "block_size")).part
+    dtype = _named_dtype(part("output_dtype").text(), where)
+    axis = part("axis").whole() if "axis" in entry else None
+    block_size = part("block_size").whole(1) if "block_size" in entry else None
     if two_levels:
-        levels = fields.levels("per_block_int_scale")
-        channels = numbers(fields.entry["per_channel_float_scale"], "per_channel_float_scale", where)
+        levels, channels = part("per_block_int_scale").levels(), part("per_channel_float_scale").array()
         scale = _product(levels, channels, axis, where)
-    elif nested:
-        inner = Fields(fields.entry["y_scale"], f"{where}, y_scale").require_fields(
-            ("x", "x_scale"), ("x", "x_scale", "axis")
-        )
-        levels, channels = inner.levels("x"), numbers(inner.entry["x_scale"], "x_scale", where)
-        along = inner.whole("axis") if "axis" in inner.entry else None
+    elif isinstance(entry["y_scale"], dict):
+        inner = _entry(entry["y_scale"], f"{where}, y_scale", ("x", "x_scale"), ("axis",)).part
+        levels, channels = inner("x").levels(), inner("x_scale").array()
+        along = inner("axis").whole() if inner("axis").is_given else None
         if channels.ndim == 1 and along is not None and -levels.ndim <= along < levels.ndim:
             channels = channels.reshape([channels.size if i == along % levels.ndim else 1 for i in range(levels.ndim)])
         scale = _product(levels, channels, axis, where)
     else:
-        scale = numbers(fields.entry["y_scale"], "y_scale", where)
+        scale = part("y_scale").array()
     zero_point = np.zeros(scale.shape)
-    if fields.entry.get("y_zero_point") is not None:
-        fields.require_no_shift("y_zero_point", whole=True)
-        zero_point = numbers(fields.entry["y_zero_point"], "y_zero_point", where)
+    if entry.get("y_zero_point") is not None:
+        _require_no_shift(part("y_zero_point"), whole=True)
+        zero_point = part("y_zero_point").array()
     if zero_point.shape != scale.shape:
         raise FileFormatError(f"{where}: y_zero_point and y_scale have different shapes; write the file again")
     return _placed(dtype, scale, zero_point, axis, block_size, where)
