@@ -1,5 +1,6 @@
 """The last act of an export: open the written file as a user does, and compare what it gives with the simulation."""
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto
+from onnx import GraphProto, ModelProto
 
 from onnx_backend.data_passes.overflow import overflow_reason
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import right_behind
 from onnx_backend.parity.float_outputs import NoisyRuns, unexplained, verdict
 from onnx_backend.parity.tally import NOT_CAPTURED, OutputNoises
+from onnx_backend.profiling.speed import kernels_by_site, open_watched, slow_in
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.lazy_tensors import is_stub
@@ -60,6 +62,21 @@ class ExampleRun:
     place: str = "cpu"
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What a session shows of a file.
+
+    Attributes:
+        said: what it does differently, or why it was not asked; "" if it computes what the sim does.
+        kernels: site -> the kernels that run it; empty where that is not known.
+        slow: what it computes in floats for nothing, each with the remedy.
+    """
+
+    said: str
+    kernels: Mapping[str, str]
+    slow: Sequence[str]
+
+
 Run = Callable[[], ExampleRun | str]
 Parity = Callable[[ModelProto, Any], Report]
 
@@ -72,7 +89,7 @@ class _UnloadableError(_WrongError):
     """Why there is no ordinary session of a file."""
 
 
-def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) -> str:
+def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) -> Opened:
     """Open a file in an ordinary session, and compare its outputs with those of the simulation.
 
     Where rounding alone does not explain a difference of the outputs, every site is compared, fed with the simulation's
@@ -84,22 +101,25 @@ def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) 
         parity: compares an opened model with the sim in such sessions, on a batch.
         strict: the file must be right there; else what is wrong is said.
 
-    Returns:
-        What the session does differently, or why it was not asked; "" if it computes what the sim does.
-
     Raises:
         ExportError: the file does not load, ends the process, or computes something else.
     """
     if file.size > _MOST:
-        return f"not opened: {file.size:,} bytes, and up to {_MOST:,} are; qsdk parity {file.path.name} compares it"
+        said = f"not opened: {file.size:,} bytes, and up to {_MOST:,} are; qsdk parity {file.path.name} compares it"
+        return Opened(said, {}, [])
     try:
-        return _compared(file, run, parity)
+        session, graph = _opened(file)
+        said = _compared(session, file, run, parity)
+        if graph is None:
+            return Opened(said, {}, [])
+        return Opened(said, kernels_by_site(file.model, graph), [f"{one}: {one.cure}" for one in slow_in(graph)])
     except _WrongError as error:
         found = f"in an ordinary session of ONNX Runtime {ort.__version__} it {error}"
         if not strict:
-            return found
+            return Opened(found, {}, [])
         if tuple(int(part) for part in ort.__version__.split(".")[:2]) < _MEASURED:
-            return f"{found}; files are written for ONNX Runtime {'.'.join(map(str, _MEASURED))} and later"
+            said = f"{found}; files are written for ONNX Runtime {'.'.join(map(str, _MEASURED))} and later"
+            return Opened(said, {}, [])
         lower_ones = _LOWER if isinstance(error, _UnloadableError) else ()
         level = next((level for level in lower_ones if _opens(file.staged, level)), None)
         lower = f", for sessions at {_NAMES[level]}" if level else ""
@@ -109,10 +129,8 @@ def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) 
         ) from error
 
 
-def _compared(
-    file: StagedModel, run: Callable[[], ExampleRun | str], parity: Callable[[ModelProto, Any], Report]
-) -> str:
-    session, example = _opened(file), run()
+def _compared(session: UserSession, file: StagedModel, run: Run, parity: Parity) -> str:
+    example = run()
     if isinstance(example, str):
         return f"opened, and not run: {example}"
     edges = {edge.name: edge for edge in session.get_inputs()}
@@ -186,10 +204,11 @@ def _shown(row: Mapping[str, Any] | None) -> str:
     return f", {row['site']}: {row.get('note') or format(row['max_lsb'], 'g') + ' steps off'}" if row else ""
 
 
-def _opened(file: StagedModel) -> UserSession:
+def _opened(file: StagedModel) -> tuple[UserSession, GraphProto | None]:
     options = {"intra_op_num_threads": 1} if file.size < _FEW else {}
     try:
-        return user_session(file.staged, options=options)
+        with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
+            return open_watched(file.staged, options, folder)
     except (EndedProcessError, RuntimeError) as error:
         raise _UnloadableError(f"does not load: {_words(error, file)}") from error
 

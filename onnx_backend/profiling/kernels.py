@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from onnx import GraphProto
+
 from qsdk.core.graph.op_facts import SHAPE_OPS
 
 Precision = Literal["integer", "float", "conversion", "index"]
@@ -57,11 +59,13 @@ class Profile:
         title: name and version of the runtime.
         runs: milliseconds of each run as an application waits for it, without the profiler.
         kernels: in the order in which they run.
+        graph: that the runtime has made of the model, if it writes it.
     """
 
     title: str
     runs: tuple[float, ...]
     kernels: tuple[Kernel, ...]
+    graph: GraphProto | None = None
 
     @property
     def ms(self) -> float:

@@ -25,6 +25,7 @@ class _FileNodes:
 
     def __init__(self, model: ModelProto) -> None:
         self.nodes = list(model.graph.node)
+        self.names = {node.name: position for position, node in enumerate(self.nodes) if node.name}
         self.makers = {name: p for p, node in enumerate(self.nodes) for name in node.output if name}
         self.readers: dict[str, list[int]] = {}
         for position, node in enumerate(self.nodes):
@@ -32,16 +33,23 @@ class _FileNodes:
                 self.readers.setdefault(name, []).append(position)
 
     def named_by(self, kernel: Kernel) -> list[int]:
-        """Return the nodes that a kernel names itself: by their number, or by a tensor that they make."""
+        """Return the nodes that a kernel names itself: by a number, a tensor or their names."""
         found = []
         for name in kernel.origins:
             # ONNX Runtime names a convolution in a blocked layout after the tensor that it makes
             tensor = name if name in self.makers else name.removesuffix("_nchwc")
             number = number_in(name)
             position = self.makers.get(tensor) if number is None else number
+            position = self._named(name) if position is None else position
             if position is not None:
                 found.append(position)
         return list(dict.fromkeys(found))
+
+    def _named(self, kernel: str) -> int | None:
+        """Return the node from whose name that of a kernel was made: `name_token_3`, `name/MatMulAddFusion`."""
+        while kernel and kernel not in self.names:
+            kernel = kernel[: max(kernel.rfind("_"), kernel.rfind("/"), 0)]
+        return self.names.get(kernel)
 
     def before(self, position: int) -> list[int]:
         """Return the makers of what a node reads."""
@@ -55,8 +63,13 @@ class _FileNodes:
 
     def has_type(self, positions: Iterable[int], kernel: Kernel) -> bool:
         """Return True if one of the nodes is of the type of a kernel."""
-        wanted = _ADDED.sub("", kernel.op_type)
-        return any(_ADDED.sub("", self.nodes[position].op_type) == wanted for position in positions)
+        wanted = plain_type(kernel.op_type)
+        return any(plain_type(self.nodes[position].op_type) == wanted for position in positions)
+
+
+def plain_type(op_type: str) -> str:
+    """Return the type of the op that a kernel of this type computes."""
+    return _ADDED.sub("", op_type)
 
 
 def nodes_of(model: ModelProto, kernels: Sequence[Kernel]) -> list[list[NodeProto]]:

@@ -9,22 +9,20 @@ from statistics import median
 from typing import Any
 
 import numpy.typing as npt
-import onnx
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.profiling.kernels import Kernel, Profile, precision_of
 from onnx_backend.profiling.numbered import number_in
+from onnx_backend.profiling.speed import is_own, open_watched
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.runtime.feeds import run_session
-from onnx_backend.runtime.user_session import EndedProcessError, UserSession, user_session
+from onnx_backend.runtime.user_session import EndedProcessError, UserSession
 from qsdk.core.errors import ModelError
 
 _KERNEL_TIME = "_kernel_time"
 _WARM_UP = 3
-#: kernels that the runtime puts between others, which compute nothing
-_OWN = frozenset({"Transpose", "Cast", "QuantizeLinear", "DequantizeLinear", "ReorderInput", "ReorderOutput"})
 _INT8_LEVEL = 4  # the level of accuracy at which MatMulNBits rounds its input to int8
 
 
@@ -45,26 +43,19 @@ def profile_in_onnxruntime(
     """
     title = f"ONNX Runtime {ort.__version__}"
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
-        options, entries = _options(Path(folder), threads)
+        options: dict[str, Any] = {"intra_op_num_threads": threads or 0, "enable_profiling": True}
+        options["profile_file_prefix"] = str(Path(folder) / "profile")
         try:
-            session = user_session(model, options=options, entries=entries)
+            session, graph = open_watched(model, options, folder)
         except (EndedProcessError, RuntimeError) as error:
             raise ModelError(f"{title} cannot load the model: {error}") from error
         for _ in range(_WARM_UP + repeats):
             run_session(session, feeds, "the given input")
         events = json.loads(Path(session.end_profiling()).read_bytes())
         waits = [1e3 * _seconds(session, feeds) for _ in range(repeats)]
-        nodes = onnx.load(options["optimized_model_filepath"], load_external_data=False).graph.node
-    return Profile(title, tuple(waits), _kernels(nodes, _timed(events), repeats))
-
-
-def _options(folder: Path, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of the session, and the entries of its configuration."""
-    options: dict[str, Any] = {"intra_op_num_threads": threads or 0, "enable_profiling": True}
-    options["profile_file_prefix"] = str(folder / "profile")
-    # what was fused into what; weights go to a file of their own, which is not read
-    options["optimized_model_filepath"] = str(folder / "optimized.onnx")
-    return options, {"session.optimized_model_external_initializers_file_name": "weights"}
+    if graph is None:
+        raise ModelError(f"{title} does not write what it makes of the model, without which its kernels are not known")
+    return Profile(title, tuple(waits), _kernels(graph.node, _timed(events), repeats), graph)
 
 
 def _seconds(session: UserSession, feeds: Mapping[str, npt.NDArray[Any]]) -> float:
@@ -98,7 +89,7 @@ def _kernels(nodes: list[NodeProto], timed: Mapping[str, list[dict[str, Any]]], 
             from_codes=not codes.isdisjoint(inputs),
             in_integers=_multiplies_integers(node),
         )
-        own = node.op_type in _OWN and number_in(node.name) is None
+        own = is_own(node, number_in(node.name) is not None)
         if precision == "integer":
             codes.update(node.output)
         names = () if own else (node.name, *node.output)

@@ -10,9 +10,10 @@ from onnx import ModelProto
 
 from onnx_backend.profiling.kernels import Profile
 from onnx_backend.profiling.layers import layers_of, nodes_of
-from onnx_backend.profiling.numbered import numbered, with_labels
+from onnx_backend.profiling.numbered import number_in, numbered, with_labels
 from onnx_backend.profiling.onnxruntime_profile import profile_in_onnxruntime
 from onnx_backend.profiling.openvino_profile import profile_in_openvino
+from onnx_backend.profiling.speed import slow_in
 from onnx_backend.proto.inputs import inputs_of, noted_example
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.runtime.random_feeds import random_array
@@ -84,6 +85,22 @@ def rows_of(model: ModelProto, found: Profile) -> Iterator[dict[str, Any]]:
             "precision": precision,
             "nodes": ", ".join(map(node_label, computing or own)),
         }
+
+
+def cures_of(model: ModelProto, found: Profile) -> list[dict[str, Any]]:
+    """Return what a profiled model computes in floats for nothing, the most time first: `ms`, `finding`, `cure`."""
+
+    def label(name: str) -> str:
+        number = number_in(name)
+        return name if number is None else node_label(model.graph.node[number])
+
+    times = {kernel.name: kernel.ms for kernel in found.kernels}
+    causes = [] if found.graph is None else slow_in(found.graph, label)
+    rows = [
+        {"ms": sum(times.get(name, 0.0) for name in one.kernels), "finding": str(one), "cure": one.cure}
+        for one in causes
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def random_feeds_for(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:

@@ -57,14 +57,14 @@ def handed_over(
     model: ModelProto, dtypes: Collection[str] = LACKING, most: int = SINGLE
 ) -> Iterator[tuple[bytes, dict[str, str]]]:
     """Yield the bytes of a model and the configuration entries for a session of it; see `session_of`."""
-    if _stored_bytes(model) <= most // 2 or model.ByteSize() <= most:
+    if stored_bytes(model) <= most // 2 or model.ByteSize() <= most:
         yield _message(_with_kernels(model, dtypes))
         return
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
         yield _message(_with_kernels(spool_large_tensors(model, {}, Path(folder) / "weights"), dtypes))
 
 
-def _stored_bytes(model: ModelProto) -> int:
+def stored_bytes(model: ModelProto) -> int:
     """Return the bytes of the stored tensors, almost all of a model; its exact size takes as long as to write it."""
     return sum(bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
 

@@ -5,15 +5,15 @@ from argparse import Namespace
 
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
-from onnx_backend.validation.validate import validate
 from qsdk.commands.printing import show
 from qsdk.core.report import Report
+from qsdk.verbs.qdq_files import validated
 
 
 def run(options: Namespace) -> int:
     """Check a model; return 1 on errors or if nothing is quantized, with `--strict` on warnings too."""
     model = load(options.model)
-    report, quantized = validate(model, dialect=options.dialect), is_anything_quantized(model)
+    report, quantized = validated(model, options.dialect), is_anything_quantized(model)
     reason = {} if quantized else {"reason": NOTHING_QUANTIZED}
     show(Report(report.title, report.rows, {**report.summary, **reason}), as_json=options.json)
     if not quantized:

@@ -60,7 +60,7 @@ def test_a_stack_of_matrices_with_scales_per_channel_runs_at_the_default_level(c
     wanted = sim(x).numpy()
     step = float(sim.encodings["relu.0:output"].scale[0]) if "relu.0:output" in sim.encodings else 1e-4
     np.testing.assert_allclose(default_session(tmp_path / "m.onnx", x)[0], wanted, atol=1.01 * step)
-    assert validate(tmp_path / "m.onnx").rows == []
+    assert {row["rule"] for row in validate(tmp_path / "m.onnx").rows} <= {"speed"}
 
 
 @pytest.mark.parametrize("weight", ["float8e4m3fn", "float8e5m2", "mxfp8"])
@@ -74,12 +74,12 @@ def test_float8_weights_in_blocks_or_not_run_beside_uint8(weight: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_validate_has_nothing_to_say_of_four_bit_activations_as_exported(tmp_path: Path):
+def test_validate_has_nothing_to_say_but_that_they_are_slow_of_four_bit_activations_as_exported(tmp_path: Path):
     x = seeded(2, 3, 6, 6)
     model = distinct(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Hardtanh(-0.5, 0.7), nn.Conv2d(4, 2, 3)))
     sim = calibrated(model, x, w8a8().override("*", activation="uint4"))
     export(sim, tmp_path / "m.onnx")
-    assert validate(tmp_path / "m.onnx").rows == []
+    assert {row["rule"] for row in validate(tmp_path / "m.onnx").rows} == {"speed"}
     export(sim, tmp_path / "pure.onnx", dialect="onnx")
     assert {row["rule"] for row in validate(tmp_path / "pure.onnx").rows} == {"default_session"}
 

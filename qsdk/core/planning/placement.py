@@ -2,12 +2,8 @@
 
 from qsdk.core.numerics.dtypes import BlockFormat
 from qsdk.core.planning.context import PlanningContext
+from qsdk.core.planning.fast_table import LAYERS_ON_CODES, kernel_of
 from qsdk.core.planning.ties import keeps_grid
-
-_LAYERS = frozenset({"Conv", "Gemm", "MatMul"})
-#: ops with integer kernels that read several activations: they take all of them as codes, or all as floats
-_JOINING = frozenset({"Add", "Mul", "Concat"})
-
 
 NO_KERNEL = 'no integer kernel of ONNX Runtime reads or writes it (placement="all" quantizes it)'
 
@@ -16,12 +12,12 @@ def kernel_tensors(context: PlanningContext) -> frozenset[int]:
     """Return the activations that integer kernels read, and those that they only have as codes.
 
     Layers read codes, and convolutions give nothing else; a Linear gives floats as well, so its result is no such
-    tensor unless a layer reads it. What only moves values stands behind the pair. A sum, product or Concat is computed
-    on codes where its result is read as codes and one of its operands is there as codes anyway.
+    tensor unless a layer reads it. What only moves values stands behind the pair. A sum, product, Concat or what else
+    has a kernel is computed on codes where its result is read as codes and an operand is there as codes anyway.
     """
     graph, found = context.graph, set[int]()
     for index, op in enumerate(graph.ops):
-        if op.type in _LAYERS and (stored := _is_quantized(context, index)) is not None:
+        if op.type in LAYERS_ON_CODES and (stored := _is_quantized(context, index)) is not None:
             found.update(t for t in op.inputs[: 1 if stored else 2] if t is not None)
             if op.type == "Conv":
                 last = context.groups[index].ops[-1] if index in context.groups else index
@@ -38,7 +34,7 @@ def kernel_tensors(context: PlanningContext) -> frozenset[int]:
             parts = [t for t in parts if graph.constant_root(t) is None]
             if group is None and op.type != "Concat" and keeps_grid(graph, op):
                 found.update(parts[:1])
-            elif op.type in _JOINING and not found.isdisjoint(parts):
+            elif kernel_of(op.type) is not None and not found.isdisjoint(parts):
                 found.update(parts)
     return frozenset(found)
 

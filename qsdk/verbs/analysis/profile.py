@@ -55,7 +55,8 @@ def profile(
         Rows `layer`, `op_type` (as executed), `ms`, `share` (of all kernels), `precision` (`integer`, `float`,
         `conversion` between the two or of the layout, `index` for arithmetic on sizes), `nodes` of the file. Summary:
         `ms` (median of whole runs, without the profiler), `spread` (of the middle eight tenths, over `ms`; `noisy` is
-        a remark beyond 0.3), the shares by precision, `runtime`, `threads`, `against_ms` and `speedup`.
+        a remark beyond 0.3), the shares by precision, `runtime`, `threads`, `against_ms` and `speedup`; `cures`, where
+        ONNX Runtime computes in floats for nothing: `ms` of those kernels, `finding`, `cure` (lines for the config).
 
     Raises:
         ConfigError: the runtime is unknown, not installed or only emulated; an open axis without a size.
@@ -80,6 +81,8 @@ def profile(
     rows = sorted(profiling.rows_of(file, times[0]), key=lambda row: -row["ms"])
     summary = {"ms": times[0].ms, "spread": times[0].spread, **_noise_of(times), **_shares(rows)}
     summary |= {"runtime": times[0].title, "threads": threads or "default", "repeats": repeats}
+    if cures := profiling.cures_of(file, times[0]):
+        summary["cures"] = cures
     if against is not None:
         summary |= {"against_ms": times[1].ms, "speedup": times[1].ms / times[0].ms}
     return Report("Where the time goes", rows, summary)

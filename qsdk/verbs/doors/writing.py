@@ -7,7 +7,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.data_passes.written_file import check_written
+from onnx_backend.data_passes.written_file import Opened, check_written
 from onnx_backend.export import write_model
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
@@ -41,7 +41,7 @@ def write_onnx(
     traced = door.traced()
     integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
-    said: dict[str, str] = {}
+    opened: dict[str, Opened] = {}
     checked = options["check"] and options["dialect"] in _OPENED_BY_ONNXRUNTIME
     report = write_model(
         traced.model,
@@ -53,13 +53,21 @@ def write_onnx(
         weights=traced.weights,
         in_use=door.files_read(),
         integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
-        check=partial(_check, door, said, options["dialect"] == "onnxruntime") if checked else None,
+        check=partial(_check, door, opened, options["dialect"] == "onnxruntime") if checked else None,
         **{name: value for name, value in options.items() if name not in ("cache", "check")},
     )
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
-    found = "; ".join(f"{text} ({name})" if options["shapes"] else text for name, text in said.items())
-    said_last = {"default_session": found} if found else {}
-    return Report(report.title, report.rows, {**report.summary, **lacking, **said_last})
+    return _with_session(Report(report.title, report.rows, {**report.summary, **lacking}), opened)
+
+
+def _with_session(report: Report, opened: Mapping[str, Opened]) -> Report:
+    """Return the report on an export with what an ordinary session of each file shows, the first one's kernels."""
+    said = [f"{one.said} ({name})" if len(opened) > 1 else one.said for name, one in opened.items() if one.said]
+    kernels = next((one.kernels for one in opened.values() if one.kernels), {})
+    rows = [{**row, "kernel": kernels.get(row["site"], "")} for row in report.rows] if kernels else report.rows
+    slow = list(dict.fromkeys(text for one in opened.values() for text in one.slow))
+    facts = {"default_session": "; ".join(said), "slow": slow}
+    return Report(report.title, rows, {**report.summary, **{name: fact for name, fact in facts.items() if fact}})
 
 
 def _is_output(note: str) -> bool:
@@ -67,19 +75,17 @@ def _is_output(note: str) -> bool:
     return note.startswith("output ")
 
 
-def _check(door: Door, said: dict[str, str], strict: bool, file: StagedModel) -> None:
+def _check(door: Door, opened: dict[str, Opened], strict: bool, file: StagedModel) -> None:
     """Open a file that is about to be written as a user does, and note what that says.
 
     Raises:
         ExportError: it is wrong there.
     """
 
-    def parity(opened: ModelProto, batch: Any) -> Report:
-        return door.check_parity(opened, [batch], None, False, "onnxruntime")
+    def parity(model: ModelProto, batch: Any) -> Report:
+        return door.check_parity(model, [batch], None, False, "onnxruntime")
 
-    found = check_written(file, lambda: door.run_example(file.model), parity, strict=strict)
-    if found:
-        said[file.path.name] = found
+    opened[file.path.name] = check_written(file, lambda: door.run_example(file.model), parity, strict=strict)
 
 
 def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:

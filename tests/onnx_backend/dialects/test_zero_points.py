@@ -220,3 +220,20 @@ def test_a_max_pool_runs_on_codes_in_the_layout_of_its_convolutions(tmp_path):
         if item.name.startswith(("1:output/", "2:output/")):
             del item.input[2:]
     assert "NhwcMaxPool" not in optimized(model, tmp_path)
+
+
+def test_what_moves_values_behind_a_relu_moves_codes(tmp_path):
+    """The zero point of what is never negative is 0: without it each move is made in floats, between two pairs."""
+    torch.manual_seed(0)
+    moves = (torch.nn.PixelShuffle(2), torch.nn.Upsample(scale_factor=2.0), torch.nn.ChannelShuffle(2))
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), *moves, torch.nn.Conv2d(4, 8, 3))
+    x = torch.randn(2, 3, 8, 8)
+    sim = qsdk.quantize(net.eval(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    assert optimized(model, tmp_path).count("QuantizeLinear") == 1
+    for item in model.graph.node:
+        if item.name.startswith(("2:output/", "3:output/", "4/")):
+            del item.input[2:]
+    assert optimized(model, tmp_path).count("QuantizeLinear") > 2

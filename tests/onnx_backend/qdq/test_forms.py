@@ -126,7 +126,7 @@ def test_a_file_of_weights_alone_notes_the_option_also_when_it_is_opened_and_wri
         again = qsdk.export(qsdk.quantize(path, None), tmp_path / "again.onnx").summary["session_options"]
         assert again == dict([EXACT_MATMUL])
         assert first == (again if dialect == "onnxruntime" else {})
-        warned = qsdk.validate(path).rows
+        warned = [row for row in qsdk.validate(path).rows if row["rule"] != "speed"]
         assert {row["rule"] for row in warned} == {"default_session"}
         assert dialect == "onnx" or f"{EXACT_MATMUL[0]}=0" in warned[0]["remedy"]
         quantized = qsdk.quantize(path, None, w8a16())

@@ -51,7 +51,7 @@ def test_the_kernels_for_integers_run_and_the_file_is_of_four_bits_still(weight,
         parity = qsdk.check_parity(sim, path, BATCHES, progress=False).summary
         assert parity["passed"]
         assert "nodes written in another way" not in parity
-        assert not qsdk.validate(path).rows
+        assert not [row for row in qsdk.validate(path).rows if row["severity"] != "note"]
         again = qsdk.quantize(path, None)
         encodings = sim.encodings
         assert sorted(str(e) for e in again.encodings.values()) == sorted(str(e) for e in encodings.values())
