@@ -10,8 +10,9 @@ MatMulNBits replaces MatMul and Gemm behind float activations and (from onnxrunt
 rounds to 8 bits; a Relu behind a layer whose weight alone is quantized would join a FusedGemm, which dequantizes that
 weight in every run; the runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the
 tensor in front is an output of the model, which is then quantized; its QLinearAdd and QLinearMul end the process
-where they broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; its QGemm reads the codes of
-an int32 bias as if their scale were that of the input times that of the weight; its Softmax of 8 bits multiplies by the
+where they broadcast an empty tensor (onnxruntime 1.32), such as a list of no detections; its QGemm and QLinearConv read
+the codes of an int32 bias as if their scale were that of the input times that of the weight, which of a head that
+reads several levels of a pyramid holds for one; its Softmax of 8 bits multiplies by the
 whole part of `1 / scale`; its integer products take the scales of a weight for those of output channels, also where
 they are of input channels; and it ends the process where a MatMul in float16 or bfloat16 reads a Transpose that moves
 the first axis behind the others, with an open axis: its optimizers swap Transpose and Cast, and lose the shape that a
@@ -53,6 +54,7 @@ _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _LARGEST_CODE = 255.0  # above a zero point of 8 bits
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
+_WITH_CODES_OF_BIAS = frozenset({"Gemm", "Conv"})
 _CARRYING = MOVEMENTS | {"Cast", "Dropout"}
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
@@ -215,7 +217,7 @@ class _BarrierInserter:
         return BLOCK_KEY in metadata(self.makers[layer.input[1]])
 
     def _bias_readers(self, dequantize: NodeProto) -> list[NodeProto]:
-        """Return the readers of an int32 bias whose scales are not those of its layer, which QGemm takes them for."""
+        """Return the readers of an int32 bias whose scales are not those of its layer, which kernels take them for."""
         name = dequantize.output[0]
         if self.stored[dequantize.input[0]].data_type != TensorProto.INT32:
             return []
@@ -225,7 +227,8 @@ class _BarrierInserter:
         layer: NodeProto | None = reader
         if reader.op_type == "Add":  # the runtime makes a Gemm of a MatMul and an Add
             layer = self.makers.get(next((name for name in reader.input if name != bias), ""))
-        if layer is None or layer.op_type not in _MATRIX_LAYERS or bias in layer.input[:2]:
+        fused = _MATRIX_LAYERS if reader.op_type == "Add" else _WITH_CODES_OF_BIAS
+        if layer is None or layer.op_type not in fused or bias in layer.input[:2]:
             return False
         pairs = [self.makers.get(name) for name in layer.input[:2]]
         scales = [pair.input[1] for pair in pairs if pair is not None and pair.op_type == "DequantizeLinear"]

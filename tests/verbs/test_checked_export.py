@@ -280,6 +280,36 @@ def test_the_process_of_sessions_ends_with_the_one_that_started_it(tmp_path):
             pytest.fail(f"the process still runs after its parent has ended {how}")
 
 
+class Levels(nn.Module):
+    """A head that reads two levels of a pyramid, whose values become small on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.smaller = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        layers = [layer for _ in range(2) for layer in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.ReLU())]
+        self.head = nn.Sequential(*layers, nn.Conv2d(8, 4, 3, padding=1))
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = self.stem(x).relu()
+        levels = [self.head(level).flatten(2) for level in (large, self.smaller(large).relu())]
+        return torch.cat(levels, -1)
+
+
+def test_a_bias_that_layers_of_unlike_inputs_share_is_right_in_an_ordinary_session(tmp_path):
+    """The runtime's QLinearConv takes the scale of the bias for that of the layer, if they differ by less than 1e-6."""
+    torch.manual_seed(0)
+    x, model = torch.randn(1, 3, 8, 8), Levels().eval()
+    sim = qsdk.quantize(model, x, qsdk.w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "q.onnx")  # refuses a file that an ordinary session computes otherwise
+    wanted = sim(x).detach().numpy()
+    found = ort.InferenceSession(tmp_path / "q.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": x.numpy()})
+    assert np.abs(found[0] - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
 class Router(nn.Module):
     """The two most probable of eight experts get their probabilities, the others 0."""
 
