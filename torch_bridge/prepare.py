@@ -32,7 +32,7 @@ from torch_bridge.torch_values.module_state import (
 from torch_bridge.torch_values.pytree import input_names, leaves_of, map_leaves, tensors_of
 from torch_bridge.tracing.alias_check import require_traceable_writes
 from torch_bridge.tracing.dynamic_shapes import plain_shapes
-from torch_bridge.tracing.export_errors import OutputForm, output_forms
+from torch_bridge.tracing.export_errors import OutputForm, error_in_compiled_part, output_forms
 from torch_bridge.tracing.training_path import record_training_path, set_training_path
 from torch_bridge.training.training import restore_modes
 from torch_bridge.wrapping.dataflow import record_dataflow
@@ -288,7 +288,7 @@ def run_example(model: nn.Module, example: Example) -> Any:
     """Run the model on a copy of the example, since it may write over its inputs.
 
     Raises:
-        ModelError: it does not run.
+        ModelError: it does not run, or has a part that torch compiles as it runs.
     """
     args, kwargs = map_leaves(
         (example.args, dict(example.kwargs)), lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
@@ -296,6 +296,9 @@ def run_example(model: nn.Module, example: Example) -> Any:
     try:
         return model(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        compiled = error_in_compiled_part(error)
+        if compiled is not None:
+            raise compiled from error
         shapes = [tuple(v.shape) for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
         raise ModelError(
             f"the model does not run on the example (tensors of shape {shapes}): {error}; give an example the float "

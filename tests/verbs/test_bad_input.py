@@ -100,6 +100,22 @@ def test_a_token_out_of_range_in_the_example():
     refused(TiedLanguageModel(), torch.tensor([[1, 99]]), r"does not run on the example.*index out of range")
 
 
+class Branches(nn.Module):
+    """A branch that the values of the input choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.fc(x).relu(), self.fc, (x,))
+
+
+def test_a_part_that_torch_compiles_as_it_runs_is_named():
+    named = r"torch\.cond compiles a part of the model as it runs at .*test_bad_input\.py:\d+ \(return torch\.cond.*"
+    refused(Branches(), seeded(2, 4), named + r"quantize the file that torch\.onnx\.export makes")
+
+
 def test_an_error_of_the_model_keeps_its_own_class_if_it_is_not_about_the_arguments():
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

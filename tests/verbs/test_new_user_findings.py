@@ -134,7 +134,7 @@ def branches_in_a_branch(mode: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(("mode", "factor"), [(1, 2.0), (0, 3.0)])
-def test_an_if_in_a_branch_that_a_constant_decides_is_its_branch(mode: int, factor: float):
+def test_an_if_in_a_branch_that_a_constant_decides_is_its_branch(mode: int, factor: float, tmp_path: Path):
     x = np.array([[1, 2, -1], [0.5, 1, 3]], np.float32)
     sim = quantize(branches_in_a_branch(mode), None, w8a8())
     calibrate(sim, [x, -x], progress=False)
@@ -144,6 +144,14 @@ def test_an_if_in_a_branch_that_a_constant_decides_is_its_branch(mode: int, fact
     quantized = sim.encodings["x:input"].fake_quantize(x) if "x:input" in sim.encodings else x
     np.testing.assert_allclose(sim.run(x)[0], factor * quantized, atol=1.01 * step)
     np.testing.assert_allclose(sim.run(-x)[0], x, atol=step)
+    assert (
+        "default_session" not in export(sim, tmp_path / "m.onnx").summary
+    )  # the outer one is decided as the file runs
+    assert check_parity(sim, tmp_path / "m.onnx", [x, -x], progress=False).summary["passed"]
+    for given in (x, -x):
+        np.testing.assert_allclose(
+            default_session(tmp_path / "m.onnx", torch.from_numpy(given))[0], sim.run(given)[0], atol=1.01 * step
+        )
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

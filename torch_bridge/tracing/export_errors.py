@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsdk.core.errors import ExportError
+from qsdk.core.errors import ExportError, ModelError
 from torch_bridge.torch_values.pytree import Path
 from torch_bridge.tracing.dynamic_shapes import Axes
 
@@ -89,6 +89,22 @@ def export_error(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
     return ExportError(
         f"torch cannot trace the model{where}: {type(chain[0]).__name__}: {reason}; write that part with tensor ops, "
         "so that torch.export takes the module, or leave it out of the model"
+    )
+
+
+def error_in_compiled_part(error: BaseException) -> ModelError | None:
+    """Return the error for a function that compiles what it is given, as `torch.cond` does; None for any other error.
+
+    A sim quantizes op by op as they are called, which torch's compiler neither sees nor repeats.
+    """
+    if type(error).__module__ != "torch._dynamo.exc":
+        return None
+    called = re.search(r"Higher Order Operator: (\S+)", str(error))
+    what = f"{called[1]} compiles" if called else "the model has torch compile"
+    return ModelError(
+        f"{what} a part of the model as it runs{_users_line(_chain(error))}, where no op can be quantized; take the "
+        "choice out of the module and quantize its branches as modules, write the part with tensor ops such as "
+        "torch.where, or quantize the file that torch.onnx.export makes of the float model (branches stay float)"
     )
 
 
