@@ -161,15 +161,18 @@ class _StatisticsGraphBuilder:
         at = [self._constant(f"{n} of {turns}", place) for n, place in enumerate(pair_places(turns))]
         squares = []
         for place in at[:2]:
-            part = self._node("Gather", [tensor, place], f"{site}/part", axis=-1)
+            part = self._node("Gather", [tensor, place], f"{site}/part", axis=turns.axis)
             squares.append(self._node("Mul", [part, part], f"{site}/square"))
         radius = self._node("Sqrt", [self._node("Add", squares, f"{site}/squares")], f"{site}/radius")
-        ends = self._node("Gather", [radius, at[2]], f"{site}/ends", axis=-1)
-        limits = [self._constant(name, np.array([n], np.int64)) for name, n in (("end", 2**62), ("last axis", -1))]
-        begin = self._constant(f"behind {turns[1]}", np.array(turns[1:], np.int64))
+        ends = self._node("Gather", [radius, at[2]], f"{site}/ends", axis=turns.axis)
+        limits = [
+            self._constant(name, np.array([n], np.int64))
+            for name, n in (("end", 2**62), (f"axis {turns.axis}", turns.axis))
+        ]
+        begin = self._constant(f"behind {turns.size}", np.array([turns.size], np.int64))
         rest = self._node("Slice", [tensor, begin, *limits], f"{site}/rest")
         both = [
-            self._node("Concat", [end, rest], f"{site}/any_position", axis=-1)
+            self._node("Concat", [end, rest], f"{site}/any_position", axis=turns.axis)
             for end in (ends, self._node("Neg", [ends], f"{site}/low_ends"))
         ]
         return self._node("Concat", both, f"{site}/any_position", axis=0)

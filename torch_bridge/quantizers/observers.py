@@ -108,7 +108,7 @@ class Observers:
 def _at_any_position(x: Tensor, turns: Turns) -> Tensor:
     """Return the ends that values come to which turn with the position, and all others as they are; all twice."""
     first, second, place = (torch.from_numpy(at).to(x.device) for at in pair_places(turns))
-    values = x.float()
+    values = x.float().transpose(-1, turns.axis)
     a, b = values[..., first], values[..., second]
-    ends, rest = (a * a + b * b).sqrt()[..., place], values[..., turns[1] :]
-    return torch.cat([torch.cat([ends, rest], -1), torch.cat([-ends, rest], -1)])
+    ends, rest = (a * a + b * b).sqrt()[..., place], values[..., turns.size :]
+    return torch.cat([torch.cat([end, rest], -1).transpose(-1, turns.axis) for end in (ends, -ends)])

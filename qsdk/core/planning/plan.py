@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.spec import Kind, Spec
@@ -12,8 +13,18 @@ BY_CALIBRATION = "the calibration"
 OF_CACHE = "keys and values of the cache"
 
 
-#: how pairs lie along the last axis, `halves` (i, i + n/2) or `pairs` (i, i + 1), and n, the values that are in pairs
-Turns = tuple[str, int]
+class Turns(NamedTuple):
+    """Pairs of values that turn with the position of a token.
+
+    Attributes:
+        layout: of n values in pairs: `halves` (i, i + n/2), or `pairs` (i, i + 1).
+        size: n; the first ones along the axis.
+        axis: that they lie along, counted from the last one.
+    """
+
+    layout: str
+    size: int
+    axis: int = -1
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ def with_turning(
     for index, group in groups.items():
         if group.name == "RoPE" and group.ops[-1] == index and group.tensors["cos"] in open_ended:
             (tensor,), (layout, axis, *_) = graph.ops[index].outputs, group.facts["cut"]
-            size = _row(graph, tensor)
-            if axis == -1 and size is not None:
-                turning[tensor] = layout, size
+            size = _size(graph, tensor, -1)
+            if axis == -1 and isinstance(size, int):
+                turning[tensor] = Turns(layout, size)
     known = -1
     while turning and len(turning) > known:
         known = len(turning)
         for index, op in enumerate(graph.ops):
-            if index not in groups and op.outputs and keeps_grid(graph, op):
+            if index not in groups and op.outputs and (keeps_grid(graph, op) or _scaled(graph, op)):
                 _carry(graph, op, turning)
     return {
         tensor: replace(decision, turns=turning[tensor]) if tensor in turning and decision.quantized else decision
@@ -54,7 +54,7 @@ def _depending(graph: Graph) -> frozenset[int]:
 
 def pair_places(turns: Turns) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the places of the first values of pairs and of the second ones; and for each value, its pair's number."""
-    layout, size = turns
+    layout, size, _ = turns
     pairs = np.arange(size // 2)
     if layout == "halves":
         return pairs, pairs + size // 2, np.tile(pairs, 2)
@@ -62,30 +62,47 @@ def pair_places(turns: Turns) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
 
 
 def _carry(graph: Graph, op: Op, turning: dict[int, Turns]) -> None:
-    """Pass on what turns between an op's operands and its results, where it leaves the rows of the last axis whole."""
-    moved = [t for t in (op.inputs if op.type == "Concat" else op.inputs[:1]) if t is not None]
-    (result, *_), rows = op.outputs, {_row(graph, tensor) for tensor in (*moved, *op.outputs)}
-    if op.type == "Concat" and _joins_rows(graph, op):  # values that do not turn behind those that do
-        front = turning.get(moved[0])
-        if front is not None and front[1] == _row(graph, moved[0]):
-            turning.setdefault(result, front)
-    elif len(rows) == 1 and None not in rows and not _moves_last_axis(op):
-        found = next((turning[tensor] for tensor in (*moved, *op.outputs) if tensor in turning), None)
-        if found is not None:
-            fresh = (tensor for tensor in (*moved, *op.outputs) if not graph.tensors[tensor].constant)
-            turning.update({tensor: found for tensor in fresh if tensor not in turning})
+    """Pass on what turns between an op's operands and its results, where it leaves the rows of pairs whole."""
+    read = op.inputs if op.type == "Concat" else _scaled(graph, op) or op.inputs[:1]
+    moved = [t for t in read if t is not None]
+    front, rank = turning.get(moved[0]), len(graph.tensors[moved[0]].shape or ())
+    if op.type == "Concat" and front is not None and op.attributes.get("axis") in (front.axis, rank + front.axis):
+        if front.size == _size(graph, moved[0], front.axis):  # values that do not turn stand behind those that do
+            turning.setdefault(op.outputs[0], front)
+        return
+    both_ways = [pair for one in moved for result in op.outputs for pair in ((one, result), (result, one))]
+    for source, goal in both_ways:
+        found = turning.get(source)
+        axis = None if found is None else _axis_behind(graph, op, source, goal, found.axis)
+        if found is not None and axis is not None and not graph.tensors[goal].constant:
+            turning.setdefault(goal, found._replace(axis=axis))
 
 
-def _row(graph: Graph, tensor: int) -> int | None:
+def _axis_behind(graph: Graph, op: Op, source: int, goal: int, axis: int) -> int | None:
+    """Return the axis of the pairs on the other side of an op, or None where it may take pairs apart."""
+    shape = graph.tensors[source].shape
+    if op.type == "Transpose":
+        rank = len(shape or ())
+        order = [int(place) for place in op.attributes.get("perm") or reversed(range(rank))]
+        return (order.index(rank + axis) if goal in op.outputs else order[axis]) - rank if rank else None
+    behind = range(axis, 0) if op.type in ("Reshape", "Flatten") else (axis,)
+    whole = all(None is not _size(graph, source, at) == _size(graph, goal, at) for at in behind)
+    return axis if whole else None
+
+
+def _scaled(graph: Graph, op: Op) -> tuple[int, ...]:
+    """Return the tensor that an op multiplies or divides by one number, which leaves pairs on circles; or nothing."""
+    if op.type not in ("Mul", "Div"):
+        return ()
+    left, right = (t for t in op.inputs if t is not None)
+    return (left,) if _is_number(graph, right) else (right,) if op.type == "Mul" and _is_number(graph, left) else ()
+
+
+def _is_number(graph: Graph, tensor: int) -> bool:
     shape = graph.tensors[tensor].shape
-    return shape[-1] if shape and isinstance(shape[-1], int) else None
+    return shape is not None and all(size == 1 for size in shape)
 
 
-def _joins_rows(graph: Graph, op: Op) -> bool:
-    shape, axis = graph.tensors[op.outputs[0]].shape, int(op.attributes.get("axis", 0))
-    return axis == -1 or (shape is not None and axis == len(shape) - 1)
-
-
-def _moves_last_axis(op: Op) -> bool:
-    order = op.attributes.get("perm")
-    return op.type == "Transpose" and (order is None or order[-1] != len(order) - 1)
+def _size(graph: Graph, tensor: int, axis: int) -> int | str | None:
+    shape = graph.tensors[tensor].shape
+    return shape[axis] if shape and len(shape) >= -axis else None

@@ -6,9 +6,9 @@ from typing import Any
 
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan, Turns
 
-_TUPLES = ("bias_of", "shape", "turns")
+_TUPLES = ("bias_of", "shape")
 #: fields that explain a decision and are no part of it
 _WORDS = ("reason", "rule", "shape", "tensor_type", "turns")
 #: fields that only some decisions have
@@ -62,6 +62,7 @@ def _read_decision(entry: Mapping[str, Any]) -> Decision:
     given |= {name: entry.get(name, default) for name, default in later.items()}
     for name in _TUPLES:
         given[name] = None if given[name] is None else tuple(given[name])
+    given["turns"] = None if given["turns"] is None else Turns(*given["turns"])
     return Decision(**{**given, "spec": None if given["spec"] is None else _read_spec(given["spec"])})
 
 

@@ -10,18 +10,22 @@ from tiny_decoders import decoder
 from torch import Tensor, nn
 
 import qsdk
+from qsdk.core.planning.plan import Turns
 from qsdk.core.planning.turning import pair_places
 
 
 class Rotary(nn.Module):
-    """Rotates rows of 8 values, whose first `size` turn with the position, in halves or in neighbours."""
+    """Rotates rows of 8 values, whose first `size` turn with the position, in halves or in neighbours.
+
+    It gives them as they are, and turned over and scaled, as attention multiplies keys.
+    """
 
     def __init__(self, layout: str, size: int) -> None:
         super().__init__()
         self.layout, self.size = layout, size
         self.register_buffer("frequencies", 0.5 ** torch.arange(size // 2))
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None] * self.frequencies
         rows, rest = x[..., : self.size], x[..., self.size :]
         if self.layout == "halves":
@@ -31,7 +35,8 @@ class Rotary(nn.Module):
             turned = torch.stack([-rows[..., 1::2], rows[..., ::2]], -1).flatten(-2)
             angles = angles.repeat_interleave(2, -1)
         turned = rows * angles.cos() + turned * angles.sin()
-        return torch.cat([turned, rest], -1) * 2.0 if self.size < 8 else turned
+        turned = torch.cat([turned, rest], -1) if self.size < 8 else turned
+        return turned, turned.transpose(-1, -2) * 2.0
 
 
 @pytest.mark.parametrize(("layout", "size"), [("halves", 8), ("pairs", 8), ("halves", 4)])
@@ -42,20 +47,22 @@ def test_a_range_holds_the_radius_of_each_pair_on_both_sides(layout: str, size: 
     sim = qsdk.quantize(model, (x, positions))
     qsdk.calibrate(sim, [(x, positions)], progress=False)
     rows = [place for place in sim.plan.decisions.values() if place.turns is not None]
-    assert {place.turns for place in rows} == {(layout, size)}
-    first, second, _ = pair_places((layout, size))
+    assert {place.turns for place in rows} == {Turns(layout, size), Turns(layout, size, -2)}
+    first, second, _ = pair_places(Turns(layout, size))
     radius = float((x[..., first].square() + x[..., second].square()).sqrt().max())
     rest = x[..., size:]
     low, high = min([-radius, *rest.flatten().tolist()]), max([radius, *rest.flatten().tolist()])
-    found = sim.encodings[rows[-1].encoding_site]
-    np.testing.assert_allclose(found.scale, (high - low) / 255, rtol=1e-3)
+    scale = next(sim.encodings[row.encoding_site].scale for row in rows if row.turns == Turns(layout, size))
+    np.testing.assert_allclose(scale, (high - low) / 255, rtol=1e-3)
+    np.testing.assert_allclose(sim.encodings[rows[-1].encoding_site].scale, 2 * scale, rtol=1e-3)
     program = torch.onnx.export(model, (x, positions), dynamo=True, verbose=False)
     assert program is not None
     program.save(tmp_path / "float.onnx")
     other = qsdk.quantize(str(tmp_path / "float.onnx"), None)
     qsdk.calibrate(other, [(x.numpy(), positions.numpy())], progress=False)
     turning = {place.encoding_site for place in other.plan.decisions.values() if place.turns is not None}
-    assert any(np.array_equal(other.encodings[name].scale, found.scale) for name in turning)
+    for factor in (1, 2):
+        assert any(np.allclose(other.encodings[name].scale, factor * scale, rtol=1e-6) for name in turning)
 
 
 def test_positions_that_are_stored_are_all_that_there_are() -> None:
@@ -64,7 +71,7 @@ def test_positions_that_are_stored_are_all_that_there_are() -> None:
             super().__init__()
             self.rotary = Rotary("halves", 8)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.rotary(x, torch.arange(5.0))
 
     sim = qsdk.quantize(Fixed().eval(), torch.randn(2, 5, 8))
@@ -72,7 +79,16 @@ def test_positions_that_are_stored_are_all_that_there_are() -> None:
 
 
 @pytest.mark.slow
-def test_keys_of_a_short_text_serve_position_32k_as_well() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        qsdk.weight_only("int8").override("*", kv_cache="int8", kv_cache_scales="channel"),
+        qsdk.w8a8(kv_cache="uint8"),
+        qsdk.w8a8(kv_cache="float32"),
+    ],
+    ids=["cache per channel", "all", "all but the cache"],
+)
+def test_keys_of_a_short_text_serve_position_32k_as_well(config: qsdk.QuantConfig) -> None:
     rope = {"rope_type": "default", "rope_theta": 500_000.0}
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 2, "head_dim": 32}
     model: Any = decoder("Llama", **sizes, attention_bias=True, max_position_embeddings=1 << 17, rope_parameters=rope)
@@ -87,7 +103,6 @@ def test_keys_of_a_short_text_serve_position_32k_as_well() -> None:
         ids = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(seed))
         return {"input_ids": ids, "position_ids": torch.arange(start, start + 48)[None]}
 
-    config = qsdk.weight_only("int8").override("*", kv_cache="int8", kv_cache_scales="channel")
     sim = qsdk.quantize(model, batch(0), config)
     qsdk.calibrate(sim, [batch(seed) for seed in range(1, 4)], progress=False)
 
