@@ -180,7 +180,7 @@ class OnnxSim(StatefulSim):
         if self.config is None:
             report = note_replaced_encodings(report, self._own, own)
         self._set(own)
-        self.methods = Methods(method, weight_method, percentile)
+        self.methods = Methods(method, weight_method, percentile, found.longest)
         report = self.leave_coarse_float(report, found.ranges, found.parts)
         return with_notes(report, self.bias_remarks())
 
@@ -290,7 +290,8 @@ class OnnxSim(StatefulSim):
         if self.config is None:
             plan = replace(plan, inside=(*plan.inside, *float_in_file(self.graph, plan)))
         report = with_reasons(coverage_report(plan), self.bias_remarks())
-        return Report(report.title, report.rows, {**report.summary, **self.notes.summary(), **self.providers.summary()})
+        facts = {**self.methods.facts, **self.notes.summary(), **self.providers.summary()}
+        return Report(report.title, report.rows, {**report.summary, **facts})
 
     def files_read(self) -> set[Path]:
         """Return the files that hold large weights of this sim; they must not change while it is in use."""

@@ -14,6 +14,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     train       distill_loss Distilled freeze_ranges
     watch       callbacks
     decide      sensitivity advise mixed_precision autoquant perplexity next_token_agreement
+                error_by_position
     export      export validate session
     prove       check_parity compare profile report
     integers    to_integer
@@ -99,7 +100,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.rotation.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
     from qsdk.verbs.schedules import freeze_ranges
-    from qsdk.verbs.text.metrics import next_token_agreement, perplexity
+    from qsdk.verbs.text.metrics import error_by_position, next_token_agreement, perplexity
 
 __version__ = "0.1.0"
 
@@ -144,6 +145,7 @@ _VERBS = {
     "compare": "analysis.compare",
     "perplexity": "text.metrics",
     "next_token_agreement": "text.metrics",
+    "error_by_position": "text.metrics",
     "QuantSim": "doors.choose",
     "OnnxSim": "doors.choose",
 }
@@ -180,6 +182,7 @@ __all__ = [
     "autoquant",
     "perplexity",
     "next_token_agreement",
+    "error_by_position",
     "freeze_ranges",
     "distill_loss",
     "Distilled",

@@ -65,7 +65,7 @@ def calibrate(
     while found.encodings:  # each is dropped once it is copied: those of small blocks are not small
         site, encoding = found.encodings.popitem()
         quantizers[site].set_encoding(encoding)
-    sim.methods = Methods(method, weight_method, percentile)
+    sim.methods = Methods(method, weight_method, percentile, found.longest)
     new = sim.quantizers
     unseen = [site for site in sim.not_exercised if site in new and site not in found.ranges]
     if all(new[site].calibrated for site in unseen):

@@ -170,7 +170,8 @@ class QuantSim(StatefulSim):
         notes = {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
         late = "float, because it came into the model after that was quantized"
         notes |= {f"{path} ({what})": late for path, what in foreign_modules(self.model).items()}
-        return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes, **self.notes})
+        facts = {"folded": len(self._folded), **self.methods.facts, **notes, **self.notes}
+        return Report(report.title, report.rows, {**report.summary, **facts})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

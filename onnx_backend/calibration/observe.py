@@ -135,6 +135,9 @@ def observe(
     with closing(overlapped(run, read(), at_once)) as results:
         for number, values in results:
             _add_statistics(watched, values, number, statistics)
+            for item in watched:
+                if item.shape:
+                    statistics.add_length(wanted[item.site], values[item.shape].tolist())
             statistics.end_batch()
     return statistics
 

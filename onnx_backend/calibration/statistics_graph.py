@@ -42,6 +42,7 @@ class SiteStatistics:
         check: 0, unless there is NaN or an infinity.
         sample: some of the values, flattened.
         step: n where the sample holds every n-th value, int64 [1].
+        shape: of a tensor that turns with the positions of tokens, int64 [rank].
     """
 
     site: str
@@ -50,6 +51,7 @@ class SiteStatistics:
     check: str = ""
     sample: str = ""
     step: str = ""
+    shape: str = ""
 
 
 def statistics_graph(
@@ -114,11 +116,13 @@ class _StatisticsGraphBuilder:
 
     def _watch(self, mark: NodeProto, decision: Decision, known: bool) -> None:
         site, tensor = decision.site, self._in_float32(mark)
+        shape = ""
         if decision.turns is not None:
+            shape = self._output(self._node("Shape", [tensor], f"{site}/shape"), TensorProto.INT64)
             tensor = self._at_any_position(tensor, decision.turns, site)
         channels = channel_axis(decision)
         if channels is not None:
-            self._watch_channels(site, tensor, channels, decision, known)
+            self._watch_channels(site, tensor, channels, decision, known, shape)
             return
         sampled = self.sampled and decision.spec is not None and decision.spec.fixed_range is None
         maker = self.makers.get(mark.input[0])
@@ -129,7 +133,7 @@ class _StatisticsGraphBuilder:
         sample = step = ""
         if sampled:
             sample, step = self._sample(site, mark if decision.turns is None else None, tensor)
-        self.watched.append(SiteStatistics(site, high, low, check, sample, step))
+        self.watched.append(SiteStatistics(site, high, low, check, sample, step, shape))
 
     def _in_float32(self, mark: NodeProto) -> str:
         """Return the values of a marked tensor in float32, in which statistics are computed."""
@@ -137,14 +141,14 @@ class _StatisticsGraphBuilder:
             return str(mark.output[0])
         return self._node("Cast", [mark.output[0]], f"{mark.output[0]}/in_float32", to=TensorProto.FLOAT)
 
-    def _watch_channels(self, site: str, tensor: str, axis: int, decision: Decision, known: bool) -> None:
+    def _watch_channels(self, site: str, tensor: str, axis: int, decision: Decision, known: bool, shape: str) -> None:
         others = np.array([other for other in range(len(decision.shape or ())) if other != axis], np.int64)
         ends = [
             self._node(op, [tensor, self._constant(f"beside {axis} of {len(others)}", others)], name, keepdims=0)
             for op, name in (("ReduceMax", f"{site}/high"), ("ReduceMin", f"{site}/low"))
         ]
         check = "" if known else self._check(site, tensor)
-        self.watched.append(SiteStatistics(site, self._output(ends[0]), self._output(ends[1]), check))
+        self.watched.append(SiteStatistics(site, self._output(ends[0]), self._output(ends[1]), check, shape=shape))
 
     def _not_negative(self, maker: NodeProto) -> bool:
         if maker.op_type == "Clip" and len(maker.input) > 1 and maker.input[1] in self.stored:

@@ -277,7 +277,8 @@ def export(
         return write_compressed(sim, plan, encodings, path, format, max_shard_bytes, not_for_it)
     if max_shard_bytes is not None:
         raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
-    return with_notes(write_onnx(sim, plan, encodings, path, {**options, "check": check}), sim.bias_remarks())
+    report = with_notes(write_onnx(sim, plan, encodings, path, {**options, "check": check}), sim.bias_remarks())
+    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
 
 def check_parity(

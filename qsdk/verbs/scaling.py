@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -328,7 +328,7 @@ def _write(
     if not calibrated:
         return 0
     batches = [] if data is None else data
-    calibrate(sim, batches, **asdict(sim.methods), forward=forward, progress=progress)
+    calibrate(sim, batches, **sim.methods.options, forward=forward, progress=progress)
     return 1 if sim.plan.calibrated_sites() else 0
 
 

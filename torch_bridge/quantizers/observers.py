@@ -28,7 +28,7 @@ class Observers:
         self._nonnegative = {site: decision.op_type == "Relu" for site, decision in wanted.items()}
         self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
         self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
-        self._turning = {site: decision.turns for site, decision in wanted.items() if decision.turns is not None}
+        self._turning = {site: (decision, decision.turns) for site, decision in wanted.items() if decision.turns}
         self._pending: list[Tensor] = []
         self._pending_sites: list[tuple[str, bool]] = []  # site of each pending value, and whether it is a maximum
         self._samples: dict[str, list[tuple[Tensor, int]]] = {}
@@ -39,7 +39,9 @@ class Observers:
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Reduce the tensor at a site, if its range is wanted, and return it unchanged."""
         if site in self._turning:
-            self._visit(site, _at_any_position(x.detach(), self._turning[site]))
+            decision, turns = self._turning[site]
+            self.statistics.add_length(decision, x.shape)
+            self._visit(site, _at_any_position(x.detach(), turns))
         else:
             self._visit(site, x)
         return x

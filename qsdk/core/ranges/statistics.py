@@ -40,12 +40,14 @@ class Statistics:
     Attributes:
         ranges: site -> extremes so far (their moving average, if that is the estimator).
         parts: (site of an input, axis) -> largest magnitude at each index of that axis.
+        longest: tokens of the longest text.
     """
 
     def __init__(self, chosen: Estimator) -> None:
         self.chosen = chosen
         self.ranges: dict[str, Range] = {}
         self.parts: dict[tuple[str, int], FloatArray] = {}
+        self.longest = 0
         self._histograms = SiteHistograms()
         self._moved: set[str] = set()  # sites whose range the batch has changed
         self._samples: list[tuple[str, Sample]] = []  # not counted yet
@@ -106,6 +108,11 @@ class Statistics:
         known = before is not None and before.shape == largest.shape
         self.parts[site, axis] = np.maximum(before, largest) if before is not None and known else largest
 
+    def add_length(self, decision: Decision, shape: Sequence[int]) -> None:
+        """Note how many tokens a tensor holds that turns with their positions: its size along axes that are open."""
+        sizes = zip((decision.shape or ())[1:], shape[1:], strict=False)  # the first axis is that of texts
+        self.longest = max([self.longest, *(size for known, size in sizes if not isinstance(known, int))])
+
     def end_batch(self) -> None:
         """Count the samples of the batch, and log which share of the ranges it has changed.
 
@@ -142,6 +149,7 @@ class Statistics:
             for (site, axis), largest in one.parts.items():
                 merged.add_parts(site, axis, largest)
             merged._histograms.merge(one.histograms)
+        merged.longest = max(one.longest for one in everyone)
         return merged
 
     def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:

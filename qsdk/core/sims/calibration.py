@@ -41,12 +41,14 @@ class Calibration:
         report: one row for each.
         ranges: site -> range that was observed.
         parts: (site of an input, axis) -> largest magnitude at each index.
+        longest: tokens of the longest text, see `Statistics.add_length`.
     """
 
     encodings: dict[str, Encoding]
     report: Report
     ranges: Mapping[str, Range]
     parts: Mapping[tuple[str, int], npt.NDArray[np.float32]]
+    longest: int
 
 
 def calibrate_sites(
@@ -91,7 +93,9 @@ def calibrate_sites(
     rows = [_row(site, encoding) for site, encoding in found.items()]
     types = by_type([{"op_type": decisions[row["site"]].op_type, "dtype": row["dtype"]} for row in rows])
     facts = {"method": method, "sites": len(rows), **({"by_type": types} if types else {})}
-    return Calibration(found, Report("Calibration", rows, facts), statistics.ranges, statistics.parts)
+    facts |= {"calibrated_length": statistics.longest} if statistics.longest else {}
+    report = Report("Calibration", rows, facts)
+    return Calibration(found, report, statistics.ranges, statistics.parts, statistics.longest)
 
 
 def weight_encodings(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -119,7 +119,7 @@ def _rotate(
         turned, at_run_time = sum(not one.blocked for one in streams), sum(not row["reason"] for row in ahead)
         again = turned + at_run_time > 0 and any(sim.ready().values())
         if again:
-            calibrate(sim, batches, **asdict(sim.methods), forward=forward, progress=progress)
+            calibrate(sim, batches, **sim.methods.options, forward=forward, progress=progress)
         summary = {
             "rotated": turned,
             "left": len(streams) - turned,

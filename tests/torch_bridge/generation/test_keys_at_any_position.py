@@ -78,6 +78,44 @@ def test_positions_that_are_stored_are_all_that_there_are() -> None:
     assert not any(place.turns for place in sim.plan.decisions.values())
 
 
+class Rotated(nn.Module):
+    """A language model of a table, a rotation by the position, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rotary, self.head = nn.Embedding(16, 8), Rotary("halves", 8), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], dtype=torch.float32).expand(ids.shape)
+        result: Tensor = self.head(self.rotary(self.table(ids), positions)[0])
+        return result
+
+
+def test_reports_know_the_length_of_the_longest_text_and_longer_ones_are_warned_of(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, texts = Rotated().eval(), [torch.randint(0, 16, (2, length)) for length in (5, 7, 3)]
+    sim = qsdk.quantize(model, texts[0], dynamic_shapes={"ids": {1: "length"}})
+    qsdk.export(
+        qsdk.quantize(model, texts[0], qsdk.w8a8().skip("*"), dynamic_shapes={"ids": {1: "length"}}), tmp_path / "f"
+    )
+    other = qsdk.quantize(str(tmp_path / "f"), None, qsdk.w8a8())
+    assert qsdk.calibrate(other, [text.numpy() for text in texts], progress=False).summary["calibrated_length"] == 7
+    assert "calibrated_length" not in sim.coverage().summary
+    assert qsdk.calibrate(sim, texts, progress=False).summary["calibrated_length"] == 7
+    qsdk.save(sim, tmp_path / "sim.qsdk")
+    for one in (sim, other, qsdk.load(tmp_path / "sim.qsdk", model)):
+        assert one.coverage().summary["calibrated_length"] == 7
+    assert qsdk.export(sim, tmp_path / "m.onnx").summary["calibrated_length"] == 7
+    qsdk.perplexity(sim, texts[1])
+    longer = torch.randint(0, 16, (3, 12))
+    with pytest.warns(UserWarning, match="calibrated on texts of up to 7 tokens and reads 12 here.*error_by_position"):
+        qsdk.perplexity(sim, longer)
+    rows = qsdk.error_by_position(sim, model, longer).rows
+    parts = [("0", True), ("1", True), ("2 to 3", True), ("4 to 6", True), ("7", False), ("8 to 11", False)]
+    assert [(row["positions"], row["calibrated"]) for row in rows] == parts
+    assert min(row["sqnr_db"] for row in rows[-2:]) > min(row["sqnr_db"] for row in rows[:-2]) - 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",

@@ -77,6 +77,29 @@ def test_the_mean_is_over_tokens_and_batches_change_nothing():
     assert qsdk.perplexity(model, [np.int64(3), np.int64(4)]) == qsdk.perplexity(model, [3, 4])
 
 
+def test_the_error_of_each_position_is_that_of_its_tokens_alone():
+    texts, model = [ids(6), ids(9, seed=1)], Counting()
+
+    def other(given: torch.Tensor) -> torch.Tensor:
+        logits = model(given)
+        logits[:, 4:] += logits[:, 4:].roll(1, -1) * 0.1
+        return logits
+
+    report = qsdk.error_by_position(other, model, texts)
+    assert [(row["positions"], row["tokens"]) for row in report.rows] == [
+        *(("0", 2), ("1", 2), ("2 to 3", 4)),
+        *(("4 to 7", 6), ("8", 1)),
+    ]
+    assert [row["sqnr_db"] for row in report.rows[:3]] == [200.0] * 3
+    wanted = torch.cat([model(text[None, :8])[0, 4:] for text in texts])
+    noise = wanted.roll(1, -1) * 0.1
+    assert report.rows[3]["sqnr_db"] == pytest.approx(
+        10 * math.log10(float((wanted**2).sum() / (noise**2).sum())), 1e-4
+    )
+    assert report.rows[3]["agreement"] == float(((wanted + noise).argmax(-1) == wanted.argmax(-1)).double().mean())
+    assert "calibrated_length" not in report.summary
+
+
 def test_padding_is_left_out():
     model, text = Bigram(), ids(6)
     padded = {"input_ids": torch.stack([torch.cat([text, torch.zeros(2, dtype=torch.long)]), ids(8, seed=1)])}
