@@ -45,7 +45,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], qsdk.Re
     sim, folder = qsdk.quantize(model, X, qsdk.w4a8()), tmp_path_factory.mktemp("reports")
     done = {"calibrate": qsdk.calibrate(sim, [X], progress=False), "sim.coverage": sim.coverage()}
     exported(sim, folder, done)
-    done["error_by_position"] = qsdk.error_by_position(lambda ids: torch.eye(4)[ids], lambda ids: X[ids], [0, 1, 2])
+    done["error_by_position"] = qsdk.error_by_position(
+        lambda ids: torch.eye(4)[ids], lambda ids: -torch.eye(4)[ids], [0, 1, 2]
+    )
 
     def report_of(name: str) -> qsdk.Report:
         if name in WITH_DATA and name not in done:
