@@ -8,6 +8,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import make_model
 
+from onnx_backend.qdq.islands.narrow import as_simulated
+
 node = helper.make_node
 
 
@@ -127,6 +129,7 @@ def aimet(prequantized=False):
 
 def integers(model):
     """What every DequantizeLinear reads that is stored, by the site it says: the integers of a Q/DQ model."""
+    model = as_simulated(model)  # a table that is looked up on codes is dequantized behind the look-up
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     found = {}
     for item in model.graph.node:
