@@ -4,9 +4,10 @@ Each computes the same numbers; measured on onnxruntime 1.32:
 
 - DynamicQuantizeLinear -> DequantizeLinear -> MatMul runs as it stands, in floats; with MatMulInteger, Cast and Mul in
   place of the others it is one kernel (DynamicQuantizeMatMul). Sums in float32 are rounded, those of integers are not.
-- A DequantizeLinear of a stored weight runs in every run; Cast and Mul of the same codes are folded to floats once,
-  when the session is opened.
+- A DequantizeLinear of a stored weight that no kernel reads on codes runs in every run; Cast and Mul of the same codes
+  are folded to floats once, when the session is opened (an LSTM of 128 to 256 took 1.3 times float).
 - So does that of a table of 30,000 words; a Gather of codes and a DequantizeLinear behind reads only some rows.
+- 1 over a square root is a Div in the norms that the runtime has a kernel for, not the Reciprocal that torch writes.
 - Zeros around the input of a convolution, with a pair of the encoding in front, are the convolution's own zeros: 0 has
   a code.
 """
@@ -15,8 +16,10 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.dialects.readers import Readers
@@ -33,7 +36,9 @@ from onnx_backend.proto.nodes import (
 )
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large
+from onnx_backend.qdq.islands.entries import TYPE_KEY
 from qsdk.core.errors import FileFormatError
+from qsdk.core.graph.op_facts import LINEAR
 
 FORM_KEY = "qsdk.stands_for"  # metadata of the last node of a form: the nodes that it stands for, serialized
 _PART_KEY = "qsdk.part_of"  # metadata of its other nodes: what the last one makes
@@ -42,6 +47,8 @@ _BYTES = (TensorProto.INT8, TensorProto.UINT8)
 _FOLDED = (*_BYTES, TensorProto.INT4, TensorProto.UINT4)
 _LOOKED_UP = (*_BYTES, TensorProto.INT16, TensorProto.UINT16)
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+#: op without a kernel on codes -> the operands that are weights
+_IN_FLOATS = {"LSTM": (1, 2), "GRU": (1, 2), "RNN": (1, 2), "LayerNormalization": (1, 2)}
 _PADDED = ("QuantizeLinear", "DequantizeLinear", "Pad", "QuantizeLinear", "DequantizeLinear")
 
 
@@ -53,8 +60,12 @@ def write_fast_forms(model: ModelProto) -> None:
             writer.fold(node)
         elif node.op_type in ("MatMul", "Gemm") and writer.is_dynamic(node):
             writer.multiply(node)
+        elif node.op_type in LINEAR and writer.is_behind_pair(node):
+            writer.multiply_apart(node)
         elif node.op_type == "Gather" and writer.reads_table(node):
             writer.look_up(node)
+        elif node.op_type == "Reciprocal" and writer.is_in_norm(node):
+            writer.divide(node)
         elif node.op_type == "Conv" and (zeros := writer.zeros_before(node)):
             writer.pad(node, zeros)
         else:
@@ -122,13 +133,11 @@ def _in_order(nodes: Iterable[NodeProto], behind: dict[str, list[NodeProto]]) ->
 
 
 def _forms_of(model: ModelProto) -> dict[str, bytes]:
-    """Return the nodes of forms by their first result, and the shapes that they read."""
+    """Return the nodes of forms by their first result, and the numbers that they alone read."""
     noted = [node for node in model.graph.node if _NOTES & metadata(node).keys()]
-    read = {name for node in noted for name in node.input if node.op_type == "Reshape"}
-    shapes = {
-        t.name: array(t).tobytes() for t in model.graph.initializer if t.name in read and t.name.endswith("/shape")
-    }
-    return {node.output[0]: node.SerializeToString(deterministic=True) for node in noted} | shapes
+    read = {name for node in noted for name in node.input if name.endswith(("/shape", "/one"))}
+    own = {t.name: array(t).tobytes() for t in model.graph.initializer if t.name in read}
+    return {node.output[0]: node.SerializeToString(deterministic=True) for node in noted} | own
 
 
 class _Writer:
@@ -142,32 +151,59 @@ class _Writer:
         self.graph, self.known, self.taken = model.graph, Readers(model.graph), names_in(model.graph)
         self.nodes: list[NodeProto] = []
         self._on_codes = any(node.op_type == "QuantizeLinear" for node in self.graph.node)
+        self._made = set[str]()  # stored tensors of forms
         self._dropped = set[str]()  # tensors whose node may be needed no more
 
     def is_folded(self, pair: NodeProto) -> bool:
-        """Return True for a DequantizeLinear of the weight of convolutions that compute in floats."""
+        """Return True for a DequantizeLinear of a weight whose readers compute in floats."""
         codes, scale = self._stored(pair, _FOLDED), self.known.stored.get(pair.input[1])
         readers, facts = self.known.readers.get(pair.output[0], []), attributes(pair)
-        if self._on_codes or codes is None or scale is None or scale.data_type != TensorProto.FLOAT or not readers:
+        if codes is None or scale is None or scale.data_type != TensorProto.FLOAT or not readers:
             return False
-        if facts.get("block_size") or facts.get("output_dtype") or pair.output[0] in self.known.outputs:
+        if facts.get("output_dtype") or pair.output[0] in self.known.outputs:
             return False
-        return all(node.op_type in _CONVOLUTIONS and node.input[1] == pair.output[0] for node in readers)
+        block = facts.get("block_size", 0)
+        if block:
+            whole = len(codes.dims) == 2 and codes.dims[facts.get("axis", 1) % 2] % block == 0
+            return self._on_codes and whole and all(self._multiplies_blocks(node, pair) for node in readers)
+        return all(self._is_in_floats(node, pair.output[0]) for node in readers)
 
     def fold(self, pair: NodeProto) -> None:
         """Write a DequantizeLinear as what is folded when a session is opened."""
-        rank = len(self.known.stored[pair.input[0]].dims)
-        axis = attributes(pair).get("axis", 1) % rank
-        shape = unique(f"{pair.output[0]}/shape", self.taken)
-        along = [-1 if place == axis else 1 for place in range(rank)]
-        self.graph.initializer.append(numpy_helper.from_array(np.array(along, np.int64), shape))
-        last = pair.output[0]
+        last, dims, facts = pair.output[0], [*self.known.stored[pair.input[0]].dims], attributes(pair)
+        axis, block = facts.get("axis", 1) % len(dims), facts.get("block_size", 0)
         values = self._part(last, "Cast", [pair.input[0]], to=TensorProto.FLOAT)
+        if block:
+            count = dims[axis] // block
+            values = self._shaped(last, "blocks", values, [*dims[:axis], count, block, *dims[axis + 1 :]])
+            along = [*dims[:axis], count, 1, *dims[axis + 1 :]]
+        else:
+            along = [-1 if place == axis else 1 for place in range(len(dims))]
         if len(pair.input) > 2:
             zero = self._part(last, "Cast", [pair.input[2]], to=TensorProto.FLOAT)
-            values = self._part(last, "Sub", [values, self._part(last, "Reshape", [zero, shape])])
-        scale = self._part(last, "Reshape", [pair.input[1], shape])
-        self._last(helper.make_node("Mul", [values, scale], [last], pair.name), [pair])
+            values = self._part(last, "Sub", [values, self._shaped(last, "along", zero, along)])
+        scaled = [values, self._shaped(last, "along", pair.input[1], along)]
+        if block:
+            shape = self._numbers(f"{last}/whole/shape", dims)
+            node = helper.make_node("Reshape", [self._part(last, "Mul", scaled), shape], [last], pair.name)
+        else:
+            node = helper.make_node("Mul", scaled, [last], pair.name)
+        self._last(node, [pair])
+
+    def is_in_norm(self, reciprocal: NodeProto) -> bool:
+        """Return True for 1 over the root of a sum with a stored float32."""
+        root = self.known.makers.get(reciprocal.input[0])
+        total = None if root is None or root.op_type != "Sqrt" else self.known.makers.get(root.input[0])
+        if total is None or total.op_type != "Add" or TYPE_KEY in metadata(reciprocal):
+            return False
+        stored = [self.known.stored[name] for name in total.input if name in self.known.stored]
+        return any(tensor.data_type == TensorProto.FLOAT for tensor in stored)
+
+    def divide(self, reciprocal: NodeProto) -> None:
+        """Write a Reciprocal as a Div of 1, the same number."""
+        one = self._store(f"{reciprocal.output[0]}/one", np.ones((), np.float32))
+        inputs = [one, reciprocal.input[0]]
+        self._last(helper.make_node("Div", inputs, [*reciprocal.output], reciprocal.name), [reciprocal])
 
     def is_dynamic(self, layer: NodeProto) -> bool:
         """Return True for a product of a dynamically quantized tensor and a stored matrix."""
@@ -197,6 +233,18 @@ class _Writer:
         if len(layer.input) > 2:
             op, inputs = "Add", [self._part(last, "Mul", inputs), layer.input[2]]
         self._last(helper.make_node(op, inputs, [last], layer.name), [pair, weight, layer])
+
+    def is_behind_pair(self, layer: NodeProto) -> bool:
+        """Return True for a layer behind a pair whose weight is folded, in a graph with further pairs."""
+        pair, weight = (self.known.makers.get(name) for name in layer.input[:2])
+        if pair is None or weight is None or {pair.op_type, weight.op_type} != {"DequantizeLinear"}:
+            return False
+        return self._on_codes and self.is_folded(weight)
+
+    def multiply_apart(self, layer: NodeProto) -> None:
+        """Write a layer apart from its input's pair: between pairs, the runtime makes int8 of weights in floats."""
+        apart = self._part(layer.output[0], "Sum", [layer.input[0]])
+        self._last(_changed(layer, [apart, *layer.input[1:]]), [layer])
 
     def reads_table(self, gather: NodeProto) -> bool:
         """Return True for a look-up of rows in a stored table whose rows have the same scales."""
@@ -286,6 +334,37 @@ class _Writer:
         rank = len(sizes) // 2
         beside = [*sizes[:2], *sizes[rank : rank + 2], *(value[0] if value else ())]
         return [*sizes[2:rank], *sizes[rank + 2 :]] if not any(beside) and min(sizes) >= 0 else []
+
+    def _is_in_floats(self, reader: NodeProto, weight: str) -> bool:
+        """Return True if nothing that the runtime has computes a reader of a stored weight on its codes."""
+        places = [place for place, name in enumerate(reader.input) if name == weight]
+        if reader.op_type == "Mul":  # of a norm's weight
+            others = [self.known.makers.get(name) for name in reader.input if name != weight]
+            return all(node is not None and node.op_type == "Mul" for node in others)
+        if reader.op_type in _CONVOLUTIONS:
+            return places == [1] and (not self._on_codes or self._is_dynamic_pair(reader.input[0]))
+        return set(places) <= set(_IN_FLOATS.get(reader.op_type, ()))
+
+    def _is_dynamic_pair(self, tensor: str) -> bool:
+        pair = self.known.makers.get(tensor)
+        maker = None if pair is None or pair.op_type != "DequantizeLinear" else self.known.makers.get(pair.input[0])
+        return maker is not None and maker.op_type == "DynamicQuantizeLinear"
+
+    def _multiplies_blocks(self, layer: NodeProto, pair: NodeProto) -> bool:
+        own = layer.op_type in ("MatMul", "Gemm") and list(layer.input).index(pair.output[0]) == 1
+        return own and not self.known.becomes_nbits(layer)
+
+    def _shaped(self, last: str, name: str, tensor: str, shape: Sequence[int]) -> str:
+        return self._part(last, "Reshape", [tensor, self._numbers(f"{last}/{name}/shape", shape)])
+
+    def _numbers(self, name: str, values: Sequence[int]) -> str:
+        return self._store(name, np.array(values, np.int64))
+
+    def _store(self, name: str, value: npt.NDArray[Any]) -> str:
+        if name not in self._made:  # which this form has already
+            self._made.add(name)
+            self.graph.initializer.append(numpy_helper.from_array(value, name))
+        return name
 
     def _part(self, last: str, op: str, inputs: Sequence[str], **options: int) -> str:
         name = unique(f"{last}/{op.lower()}", self.taken)

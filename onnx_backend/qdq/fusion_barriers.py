@@ -58,6 +58,10 @@ _WITH_CODES_OF_BIAS = frozenset({"Gemm", "Conv"})
 _CARRYING = MOVEMENTS | {"Cast", "Dropout"}
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
+#: ops of functions that the runtime has kernels for, those that every one of them has, and the most ops of one
+_STEPS = frozenset({"Sigmoid", "Erf", "Tanh", "Sqrt", "Reciprocal", "Pow", "Mul", "Add", "Sub", "Div", "ReduceMean"})
+_CORES = frozenset({"Sigmoid", "Erf", "Tanh", "Sqrt"})
+_LONGEST = 12
 #: float type of a bias -> where its integers, the bias over the product of both scales, overflow: the runtime divides
 #: and rounds in the bias' own type before it casts to int32
 _LARGEST_BIAS = {"float32": 2.0**31, "float16": 65504.0}
@@ -114,6 +118,48 @@ def keep_sums_apart(model: ModelProto) -> None:
             node.input[0] = name
         nodes.append(node)
     replace_nodes(model.graph, nodes)
+
+
+def keep_functions_whole(model: ModelProto) -> None:
+    """Insert a Sum between a pair and a function of its tensor that reads it more than once, in place.
+
+    The runtime has a kernel for x * sigmoid(x), a GELU in several spellings and norms, but gives each reader of a pair
+    a DequantizeLinear of its own and then finds none of them (onnxruntime 1.32: 0.67 of the time for a SiLU with its
+    pairs, 0.70 and 0.54 for GELUs, 0.59 for an RMSNorm). A function is ops in floats between one pair and constants.
+    """
+    known, taken, nodes = Readers(model.graph), names_in(model.graph), [*model.graph.node]
+    found: dict[str, tuple[str, frozenset[int]]] = {}  # tensor -> the pair's tensor that it is a function of, its nodes
+    shared: dict[str, set[int]] = {}
+    for at, node in enumerate(nodes):
+        if node.op_type == "DequantizeLinear" and _is_float32_pair(node, known):
+            found[node.output[0]] = node.output[0], frozenset()
+        if node.op_type not in _STEPS or COPY_KEY in metadata(node):
+            continue
+        read = [found.get(name) for name in node.input if name and not known.weight(name)]
+        sources = {part[0] for part in read if part is not None}
+        if None in read or len(sources) != 1:
+            continue
+        source = sources.pop()
+        inside = frozenset({at}.union(*(part[1] for part in read if part is not None)))
+        readers = {place for place in inside if source in nodes[place].input}
+        if len(inside) <= _LONGEST:
+            found[node.output[0]] = source, inside
+        if len(readers) > 1 and any(nodes[place].op_type in _CORES for place in inside):
+            shared.setdefault(source, set()).update(readers)
+    kept: list[NodeProto] = []
+    for node in nodes:
+        kept.append(node)
+        for tensor in (name for name in node.output if name in shared):
+            name = unique(f"{tensor}/whole", taken)
+            kept.append(helper.make_node("Sum", [tensor], [name], unique(name, taken)))
+            set_metadata(kept[-1], copy_of=tensor)
+            rename_inputs([nodes[place] for place in shared[tensor]], {tensor: name})
+    replace_nodes(model.graph, kept)
+
+
+def _is_float32_pair(dequantize: NodeProto, known: Readers) -> bool:
+    maker, scale = known.makers.get(dequantize.input[0]), known.stored.get(dequantize.input[1])
+    return maker is not None and maker.op_type == "QuantizeLinear" and scale is not None and scale.data_type == 1
 
 
 def keep_off_codes(model: ModelProto) -> None:

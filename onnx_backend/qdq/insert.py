@@ -22,6 +22,7 @@ from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, ty
 from onnx_backend.qdq.fusion_barriers import (
     OPTIONS_KEY,
     insert_barriers,
+    keep_functions_whole,
     keep_off_codes,
     keep_sums_apart,
     needed_options,
@@ -130,6 +131,7 @@ def lower(
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large, only_weights=alone)
         keep_sums_apart(model)
+        keep_functions_whole(model)
         ranks = {site: len(d.shape) for site, d in plan.decisions.items() if d.shape is not None}
         _note_zero_points(lowering.rows, write_zero_points(model, ranks))
     if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):

@@ -86,6 +86,58 @@ def test_weights_of_convolutions_alone_are_dequantized_when_a_session_is_opened(
     assert qsdk.export(sim, path).summary["bytes"] < 20_000
 
 
+def far_apart(layer):
+    """The layer with channels of very different sizes, so that a scale for all of them would show."""
+    with torch.no_grad():
+        layer.weight.mul_(torch.logspace(-3, 0, layer.weight.numel()).reshape(layer.weight.shape))
+    return layer
+
+
+class Cell(nn.Module):
+    """A recurrent layer of both directions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.cell = getattr(nn, kind)(6, 4, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives the states of all steps."""
+        return self.cell(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "shape"),
+    [
+        *((Cell(kind), qsdk.w8a8(), (5, 2, 6)) for kind in ("LSTM", "GRU")),
+        (Cell("LSTM"), qsdk.weight_only("int8"), (5, 2, 6)),
+        (nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)), qsdk.w8a8(), (4, 16)),
+        (
+            nn.Sequential(*(far_apart(nn.Conv2d(4, 4, 3)) for _ in range(2)), nn.ReLU()),
+            qsdk.w8a8().override("0", dynamic_activations=True).override("*:input", dynamic_activations=True),
+            (1, 4, 6, 6),
+        ),
+        (nn.Sequential(far_apart(nn.Linear(32, 16)), nn.Linear(16, 16)), qsdk.w4a8(block_size=16), (4, 32)),
+        (
+            far_apart(nn.Linear(32, 16)),
+            qsdk.w4a8(block_size=16).override("*", weight="uint4", symmetric_weights=False),
+            (4, 32),
+        ),
+    ],
+    ids=["LSTM", "GRU", "LSTM weights", "LayerNorm", "dynamic convolutions", "blocks", "blocks uint4"],
+)
+def test_no_weight_that_is_read_in_floats_is_dequantized_in_every_run(model, config, shape, tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(shape)]
+    sim, path, _, wanted, got = exported(model, batches, config, tmp_path)
+    graph = onnx.load(tmp_path / "optimized.onnx").graph
+    stored = {tensor.name for tensor in graph.initializer}
+    whole = [n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored]
+    assert not {"node_conv2d_weight_q", "node_conv2d_1_weight_q"} & stored  # int8 of floats
+    assert [node for node in whole if not any(node.output[0] in n.input[2:] for n in graph.node)] == []
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+
+
 def test_weights_in_blocks_and_between_quantized_activations_stay_pairs(tmp_path):
     batches = [torch.randn(1, 32, 4, 4)]
     for config in (qsdk.weight_only("int4", block_size=16), qsdk.w8a8(), qsdk.weight_only("float8e4m3fn")):
