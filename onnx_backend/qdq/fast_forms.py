@@ -36,7 +36,6 @@ from onnx_backend.proto.nodes import (
 )
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large
-from onnx_backend.qdq.islands.entries import TYPE_KEY
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
 
@@ -194,7 +193,7 @@ class _Writer:
         """Return True for 1 over the root of a sum with a stored float32."""
         root = self.known.makers.get(reciprocal.input[0])
         total = None if root is None or root.op_type != "Sqrt" else self.known.makers.get(root.input[0])
-        if total is None or total.op_type != "Add" or TYPE_KEY in metadata(reciprocal):
+        if total is None or total.op_type != "Add":
             return False
         stored = [self.known.stored[name] for name in total.input if name in self.known.stored]
         return any(tensor.data_type == TensorProto.FLOAT for tensor in stored)
