@@ -291,15 +291,15 @@ class Runtime(RuntimeState):
         try:
             if self.recorder is not None:
                 return self.emit(site, self.recorder.after_write(site, x))
-            result = self.emit(site, x)
-            if site not in self.write_back or result is x:
-                return result
-            if torch.is_grad_enabled() and x.requires_grad:
+            written = site in self.write_back and self.quantizers.get(site) is not None
+            trained = written and torch.is_grad_enabled() and x.requires_grad
+            if trained and keeps_result(x):
                 raise ModelError(
                     f"the in-place op at {site} cannot be trained, because its tensor is read again by its old name; "
                     "write y = op(x) and read y, or use the op that is not in place"
                 )
-            return x.copy_(result)
+            result = self.emit(site, x.clone() if trained else x)  # the quantizer keeps what it is given for gradients
+            return result if site not in self.write_back or result is x else x.copy_(result)
         finally:
             self.frame = frame
 
@@ -424,6 +424,12 @@ class SiteMode(TorchFunctionMode):
         if result is None:
             result = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
         return result
+
+
+def keeps_result(x: Tensor) -> bool:
+    """Return whether the op that made a tensor computes gradients from the values that it has left there."""
+    kept = (getattr(x.grad_fn, name) for name in dir(x.grad_fn) if name.startswith("_saved_"))
+    return any(isinstance(value, Tensor) and value.data_ptr() == x.data_ptr() for value in kept)
 
 
 def _run_script_function(function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -63,13 +63,44 @@ def test_a_discarded_in_place_result_is_quantized_all_the_same(tmp_path):
     assert qsdk.check_parity(sim, tmp_path / "model.onnx", [X], progress=False).summary["passed"]
 
 
-def test_a_discarded_in_place_result_cannot_be_trained_and_says_why():
+def test_a_discarded_result_that_gradients_are_computed_from_cannot_be_trained_and_says_why():
     _, sim = made(Discarding)
     with (
         sim.training() as model,
         pytest.raises(qsdk.ModelError, match=r"in-place op at relu:output .* read again by its old name; write y = op"),
     ):
         model(X)
+
+
+class Hidden(nn.Module):
+    """Scores of which some are written over, in a statement or by a new name."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.query, self.key, self.in_place = nn.Linear(5, 5), nn.Linear(5, 5), in_place
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        mask = torch.eye(5, dtype=torch.bool)
+        if self.in_place:
+            scores.masked_fill_(mask, -2.0)
+            scores.mul_(x)
+        else:
+            scores = scores.masked_fill(mask, -2.0) * x
+        return scores.softmax(-1) @ x
+
+
+def test_a_statement_that_writes_into_a_tensor_trains_as_the_op_with_a_new_name():
+    gradients = []
+    for in_place in (True, False):
+        _, sim = made(lambda in_place=in_place: Hidden(in_place))
+        with sim.training(learn_scales=True) as model:
+            model(X).square().sum().backward()
+            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    first, second = gradients
+    assert len(first) == len(second) > 10
+    for name, wanted in second.items():
+        torch.testing.assert_close(first[name], wanted, msg=name)
 
 
 @pytest.mark.slow
