@@ -225,6 +225,8 @@ def test_max_bytes_also_bounds_what_is_raised(model, sqnr):
 def test_time_is_a_budget_that_can_be_missed(model, sqnr):
     report = run(model, sqnr, max_drop=125.0, max_ms=1e-6)
     assert report.summary["ms"] > 1e-6
+    assert report.summary["float_ms"] > 0
+    assert report.code.startswith('config = qsdk.w8a8().for_dialect("onnxruntime")')
     assert not report.summary["met"]
     assert "ms" in report.summary["missed"][0]
 

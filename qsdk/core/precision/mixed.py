@@ -132,7 +132,7 @@ def search_precision(
     facts: dict[str, Any] = {**references, "max_drop": max_drop, "met": met, **budget_remark(max_drop, references)}
     facts |= {"evaluations": len(search.trials) + evaluations} | ({} if time is None else time.summary(chosen))
     facts |= {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
-    facts |= _no_gain(sim, search, chosen)
+    facts |= _no_gain(sim, search, chosen, [] if time is None else time.no_gain(chosen))
     rows = _rows(search, candidates, dtypes, references["reference"], chosen, None if time is None else time.times)
     return Report("Mixed precision", rows, {**facts, "advice": advice.to_dict()["rows"]})
 
@@ -187,6 +187,11 @@ def budget_remark(max_drop: float, references: Mapping[str, float]) -> dict[str,
     }
 
 
+def in_float32(config: QuantConfig) -> QuantConfig:
+    """Return a config with every site in float32."""
+    return config.override("*", weight=float32, activation=float32, bias=float32)
+
+
 def _references(
     sim: PlannedSim,
     config: QuantConfig,
@@ -198,7 +203,7 @@ def _references(
 
     The second value is the number of evaluations.
     """
-    in_float, before = config.override("*", weight=float32, activation=float32, bias=float32), sim.snapshot()
+    in_float, before = in_float32(config), sim.snapshot()
     with as_given() as moved:
         sim.replan(in_float)
         given = now = metric_value(metric(sim))
@@ -211,9 +216,9 @@ def _references(
     return {"reference": given, "float_now": now}, 1 + moved
 
 
-def _no_gain(sim: PlannedSim, search: Search, chosen: Assignment) -> dict[str, list[str]]:
+def _no_gain(sim: PlannedSim, search: Search, chosen: Assignment, of_time: list[str]) -> dict[str, list[str]]:
     """Return the entry that says where bits buy nothing; empty where they buy something everywhere."""
-    found = where_bits_buy_nothing(sim.plan, sim.encodings)
+    found = [*of_time, *where_bits_buy_nothing(sim.plan, sim.encodings)]
     before, now = search.metric_of((0,) * len(chosen)), search.metric_of(chosen)
     if any(chosen) and now < search.wanted and now - before < _WORTHWHILE * (search.wanted - before):
         moved = f"what is raised moves the metric from {before:.6g} to {now:.6g}, and {search.wanted:.6g} is wanted"

@@ -25,12 +25,14 @@ class TimeBudget:
         max_ms: the budget.
         measure: returns the milliseconds of the sim as it is now.
         most: measurements to spend, after which nothing is raised again.
+        float_ms: milliseconds of the model in float, if they were measured.
         times: every assignment that was measured.
     """
 
     max_ms: float
     measure: Callable[[], float]
     most: int = 32
+    float_ms: float | None = None
     times: dict[Assignment, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,8 +77,13 @@ class TimeBudget:
         return self.times[assignment] <= (1.0 + TOLERANCE) * self.max_ms
 
     def summary(self, chosen: Assignment) -> dict[str, float]:
-        """Return the budget, and the times of the chosen assignment and of raising nothing."""
-        return {"max_ms": self.max_ms, "ms": self.times[chosen], "ms_before": self.times[(0,) * len(chosen)]}
+        """Return the budget, and the times of the chosen assignment, of raising nothing and of the float model."""
+        times = {"max_ms": self.max_ms, "ms": self.times[chosen], "ms_before": self.times[(0,) * len(chosen)]}
+        return times if self.float_ms is None else {**times, "float_ms": self.float_ms}
+
+    def no_gain(self, chosen: Assignment) -> list[str]:
+        """Return a remark where integers gain no time."""
+        return [] if self.float_ms is None else no_time_gained(self.times[chosen], self.float_ms)
 
     def _ms_of(self, assignment: Assignment, take: Callable[[Assignment], None]) -> float:
         """Return the time of an assignment, measured once."""
@@ -84,3 +91,13 @@ class TimeBudget:
             take(assignment)
             self.times[assignment] = float(self.measure())
         return self.times[assignment]
+
+
+def no_time_gained(ms: float, float_ms: float) -> list[str]:
+    """Return a remark where a quantized model is no faster than the float one, beyond the noise of times."""
+    if ms <= (1.0 - TOLERANCE) * float_ms:
+        return []
+    return [
+        f"a run takes {ms:.3g} ms, and {float_ms:.3g} ms in float: integers gain no time here; qsdk.profile(sim) says "
+        "what takes it, and its cures what would help; else keep the float model, or fewer bytes with weight_only"
+    ]

@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.spec import axis_of
@@ -20,10 +22,11 @@ from qsdk.core.precision.metrics import metric_value
 from qsdk.core.precision.mixed import budget_remark, require_budget
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
+from qsdk.core.precision.time_budget import no_time_gained
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
-from qsdk.verbs.analysis.precision import mixed_precision
+from qsdk.verbs.analysis.precision import float_ms, mixed_precision
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
 from qsdk.verbs.analysis.sensitivity import noise_of_layers
 from qsdk.verbs.bias import correct_bias
@@ -90,7 +93,8 @@ def autoquant(
         max_bytes: that the file of `export(..., prefer="size")` may take.
         max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
         smaller: use up `max_drop`: weights of 8 bits take 4 (slower on many runtimes) as far as the metric allows.
-        config: to start from, or the name of a preset; None for `w8a8()`.
+        config: to start from, or the name of a preset; None for `w8a8()`, with `max_ms` in ONNX Runtime
+            `w8a8().for_dialect("onnxruntime")`.
         runtime: to measure `max_ms` in.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show progress bars.
@@ -99,7 +103,8 @@ def autoquant(
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` (of that
         file), `passes` (time in float passes, without the metric), `kept`, `note`. Summary: `met`, `missed`,
-        `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`, `ranking`.
+        `budget_remark`, `reference`, `metric`, `drop`, `bytes`, `passes`, `evaluations`, `no_gain`, `ranking`; with
+        `max_ms` also `ms`, `float_ms` and, of `profile`, `cures`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -120,8 +125,11 @@ def autoquant(
     total = 2 + (max_bytes is not None) + len(steps) + smaller
     with progress_of("autoquant", total, show=progress, unit="step") as bar:
         bar.now(_PRESET)
-        path = _Path(quantize(model, example, config or w8a8()), data, metric, max_drop, max_bytes, times, options, bar)
-        path.start([] if isinstance(config, QuantConfig) else [f"config = qsdk.{config or 'w8a8'}()"])
+        fast = config is None and times.get("runtime") == "onnxruntime"
+        first = w8a8().for_dialect("onnxruntime") if fast else config or w8a8()
+        path = _Path(quantize(model, example, first), data, metric, max_drop, max_bytes, times, options, bar)
+        line = f"config = qsdk.{config or 'w8a8'}()" + ('.for_dialect("onnxruntime")' if fast else "")
+        path.start([] if isinstance(config, QuantConfig) else [line])
         path.improve(steps)
         if smaller:
             path.shrink(seed)
@@ -451,12 +459,16 @@ class _Path:
         if not self.fits(self.now, self.size):
             missed.append(f"the file has {self.size} bytes")
         facts: dict[str, Any] = {"reference": self.reference, "metric": self.now, "drop": drop, "bytes": self.size}
+        no_gain = where_bits_buy_nothing(self.sim.plan, self.sim.encodings)
         if self.times:
-            facts["ms"] = float(profile(self.sim, runtime=self.times["runtime"], progress=False).summary["ms"])
+            found = profile(self.sim, runtime=self.times["runtime"], progress=False).summary
+            facts |= {"ms": float(found["ms"]), "float_ms": float_ms(self.sim, self.times["runtime"])}
+            facts |= {"cures": found["cures"]} if "cures" in found else {}
+            no_gain = [*no_time_gained(facts["ms"], facts["float_ms"] or np.inf), *no_gain]
             if facts["ms"] > self.times["max_ms"] * _SLACK:
                 missed.append(f"a run takes {facts['ms']:.4g} ms")
         facts |= {"passes": sum(row["passes"] or 0.0 for row in self.rows), "evaluations": self.evaluations}
-        if no_gain := where_bits_buy_nothing(self.sim.plan, self.sim.encodings):
+        if no_gain:
             facts["no_gain"] = no_gain
         if self.ranking:
             facts["ranking"] = self.ranking

@@ -8,11 +8,12 @@ from typing import Any
 
 from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
-from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, require_budget, search_precision
+from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
+from qsdk.core.sims.state import put_back_on_error
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
 from qsdk.verbs.analysis.rounded_weights import rounded_facts
@@ -93,7 +94,8 @@ def mixed_precision(
         values stored now, see `sim.unwrap`), `met` (False: even with every site at the last level, which the sim then
         has), `budget_remark` (where `max_drop` lets it fall to 0), `evaluations`, `raised` (the sites), `left` (frozen
         ones), `no_gain` (where bits buy nothing, if anywhere), `advice` (rows of `advise`), `ranking` (rows of
-        `sensitivity`, before the search); with `max_ms` also `ms` and `ms_before`, and `ms` of the measured rows.
+        `sensitivity`, before the search); with `max_ms` also `ms`, `ms_before` and `float_ms` (`no_gain` says where
+        integers are no faster), and `ms` of the measured rows.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -110,7 +112,7 @@ def mixed_precision(
     """
     require_budget(metric, max_drop)
     assert max_drop is not None
-    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime))
+    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), float_ms=float_ms(sim, runtime))
     samples, noise, facts = _ranked(sim, data, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, progress) as counted:
@@ -159,6 +161,18 @@ def _stopwatch(sim: Sim, runtime: ProfiledRuntime | Callable[[Any], float]) -> C
         return partial(runtime, sim)
     require_runtime(runtime)
     return lambda: float(profile(sim, runtime=runtime, progress=False).summary["ms"])
+
+
+def float_ms(sim: Sim, runtime: ProfiledRuntime | Callable[[Any], float]) -> float | None:
+    """Return the milliseconds of a sim with every site in float; None of a Q/DQ file, which has no float model."""
+    if sim.config is None:
+        return None
+    measure = _stopwatch(sim, runtime)
+    with put_back_on_error(sim) as before:
+        sim.replan(in_float32(sim.config))
+        found = measure()
+        sim.restore(before)
+    return found
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:

@@ -255,6 +255,23 @@ def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
     assert None in {row["ms"] for row in report.rows}, "not every trial is measured"
 
 
+@pytest.mark.parametrize(("float_ms", "gains"), [(4.0, False), (5.2, False), (9.0, True)])
+def test_a_network_that_gains_no_time_from_integers_is_told_so_with_the_numbers(float_ms, gains, sim, model: Net):
+    before = sim.encodings
+
+    def runtime(current):
+        return 5.0 if current.encodings else float_ms
+
+    report = qsdk.mixed_precision(
+        *(sim, data_for(sim), sqnr_metric(model)), max_drop=200.0, max_ms=9.0, runtime=runtime, progress=False
+    )
+    assert sim.encodings == before
+    assert report.summary["float_ms"] == float_ms
+    said = [text for text in report.summary.get("no_gain", []) if "integers gain no time" in text]
+    assert bool(said) != gains
+    assert gains or f"a run takes 5 ms, and {float_ms:g} ms in float" in said[0]
+
+
 @pytest.mark.spread(1)
 def test_time_is_measured_in_a_runtime(sim, model: Net):
     metric, before = sqnr_metric(model), sim.snapshot()

@@ -1,5 +1,8 @@
 """The table of what is fast is derived again from the models that the installed runtime makes."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -56,6 +59,16 @@ def test_the_table_is_what_the_installed_runtime_runs(dtype, form, tmp_path):
     labels = [label for label in (*STORED, *TO_FLOAT) if label not in ("QuantizeLinear", "Cast", "Clip at 0")]
     found = {label: kernel for label in labels if (kernel := kernel_on_codes(label, dtype, form, tmp_path))}
     assert found == FAST[dtype, form]
+
+
+def test_the_guide_shows_the_table():
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "fast.md").read_text("utf-8")
+    shown = "\n".join(line for line in guide.splitlines() if line.startswith("|"))
+    rows = {label.removesuffix(">").partition("/")[0]: kernel for label, kernel in FAST["uint8", "both"].items()}
+    for op, kernel in rows.items():
+        assert (f"`{kernel}`" if kernel.startswith("Q") else op) in shown, op
+    for kernel in re.findall(r"`(Q\w+|MatMul\w+)`", shown):
+        assert kernel in FAST["uint8", "both"].values()
 
 
 def test_layers_on_codes():
