@@ -246,7 +246,8 @@ def export(
         check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
             cannot fail by it). What that session does differently, or why it was not asked, is `default_session` in
-            the summary.
+            the summary; the rows have the `kernel` that runs each site, and `slow` names what is computed in floats for
+            nothing, with the cure.
         prefer: `speed` stores 4-bit weights beside quantized activations in 8 bits for ONNX Runtime, whose integer
             kernels read no others (the same numbers; `bytes_if_packed` in the summary is the size without it); `size`
             packs them.
