@@ -171,6 +171,18 @@ def test_sizes_that_an_exporter_writes_as_minus_one_are_dynamic():
     assert measured_inputs(model, integer, None)["x"].shape == (2, 3, 2, 2)
 
 
+@pytest.mark.parametrize("fill", [0.0, 0.62])
+def test_zeros_around_the_input_of_a_convolution_are_its_own(fill):
+    net, encoding = Net(), (0.031, 119)
+    x = net.qdq(net.input(["n", 3, 6, 5]), *encoding)
+    padded = net.op("Pad", x, net.const(np.array([0, 0, 1, 0, 0, 0, 2, 3])), net.const(np.float32(fill)))
+    weight, _ = net.weight((4, 3, 3, 3), 0)
+    y = net.op("Conv", net.qdq(padded, *encoding), weight, pads=[1, 1, 0, 0])
+    net.output(net.qdq(y, 0.04, 121), [None] * 4)
+    compare(net.model(), {"x": noise((2, 3, 6, 5))}, tolerance=0.005)
+    assert ("Pad" in {node.op_type for node in convert(net.model()).model.graph.node}) == bool(fill)
+
+
 def max_pooled(net, x):
     pooled = net.op("MaxPool", net.qdq(x, 0.031, 119), kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 1])
     return net.qdq(pooled, 0.031, 119)

@@ -11,11 +11,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from onnx import NodeProto
 
+from onnx_backend.integer.ir.builder import Shuffle
 from onnx_backend.integer.ir.context import Args, LoweringContext
 from onnx_backend.integer.ir.operations import Accumulation
 from onnx_backend.integer.ir.values import Array, Refused, Value
@@ -106,7 +108,10 @@ def conv_transpose(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         b.nodes.append(
             Accumulation("Conv", codes, encoding, *layer, False, node.input[1], result, b.label, 2 + len(axes))
         )
-        accumulator = _shuffled(ctx, node, result, axes, integers.shape[0] // phases)
+        move = partial(_shuffled, ctx, node, axes=axes, channels=integers.shape[0] // phases)
+        accumulator = move(result)
+        if accumulator != result:
+            b.shuffles[accumulator] = Shuffle(result, phases, move)
         low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, integers.ndim)))
         low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
         shaped = encoding.scale * (part.scale.reshape(channels) if part.scale.ndim else part.scale)

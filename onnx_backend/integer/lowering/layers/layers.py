@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, numpy_helper
 
+from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import Args, LoweringContext, label
 from onnx_backend.integer.ir.exact_bounds import distinct_rows, is_power_of_two, largest, one_rounding, one_sum
 from onnx_backend.integer.ir.operations import Accumulation, CodesOperand, Product
@@ -130,9 +132,10 @@ def conv(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     rank = coded.integers.ndim
     channels = (-1, *(1 for _ in range(rank - 2)))
     parts = []
-    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
+    for (padded, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
         low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, rank)))
-        result = _recorded(ctx, node, part, part.integers, 1, (codes, encoding), attributes(node))
+        codes, attrs = _with_zeros_of(ctx.builder, padded, encoding, attributes(node))
+        result = _recorded(ctx, node, part, part.integers, 1, (codes, encoding), attrs)
         scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
         ends = low.reshape(channels), high.reshape(channels)
         parts.append(accumulate(result, scale.reshape(channels), *ends, node))
@@ -140,6 +143,25 @@ def conv(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
+
+
+def _with_zeros_of(
+    b: Builder, codes: str, encoding: ActivationEncoding, attrs: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return the codes in front of a Pad of zeros, and the attributes of a convolution that puts them itself."""
+    makers = (n for n in reversed(b.nodes) if isinstance(n, NodeProto) and n.op_type == "Pad" and codes in n.output)
+    pad = next(makers, None)
+    if pad is None or len(pad.input) != 3 or attributes(pad).get("mode", "constant") != "constant":
+        return codes, attrs
+    stored = {t.name: numpy_helper.to_array(t).reshape(-1).tolist() for t in b.initializers if t.name in pad.input[1:]}
+    sizes, fill = (stored.get(name, []) for name in pad.input[1:])
+    rank = len(sizes) // 2
+    beside = [*sizes[:2], *sizes[rank : rank + 2]]
+    if attrs.get("auto_pad", "NOTSET") != "NOTSET" or not sizes or fill != [encoding.zero_point] or any(beside):
+        return codes, attrs
+    zeros = [*sizes[2:rank], *sizes[rank + 2 :]]
+    pads = [a + own for a, own in zip(zeros, attrs.get("pads", [0] * len(zeros)), strict=True)]
+    return (codes, attrs) if min(zeros) < 0 else (pad.input[0], {**attrs, "pads": pads})
 
 
 def _recorded(
