@@ -25,7 +25,7 @@ from onnx_backend.integer.ir.operations import (
     Table,
     WindowSum,
 )
-from onnx_backend.integer.ir.values import ActivationEncoding, Array, Term
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Function, Term
 from qsdk.core.ranges.ranges import of_whole_steps
 
 CONTRIB = "com.microsoft"
@@ -175,8 +175,8 @@ def function(b: Builder, op: Table) -> bool:
         op.row["form"] = "QLinearConcat"
         b.write("QLinearConcat", tensors, op.result, domain=CONTRIB, axis=0)
         return True
-    if op.function is not None and op.function.op_type == "Silu":
-        return _silu(b, op, op.function.encoding)
+    if op.function is not None and op.function.op_type in ("HardSwish", "Silu"):
+        return _gated(b, op, op.function)
     if op.function is None or op.function.op_type not in ("Sigmoid", "LeakyRelu") or op.function.encoding.wide:
         return False
     tensors = [*_activation(b, op.codes, op.function.encoding), *_target(b, op.encoding)]
@@ -188,22 +188,32 @@ def function(b: Builder, op: Table) -> bool:
     return True
 
 
-def _silu(b: Builder, op: Table, encoding: ActivationEncoding) -> bool:
-    """Write `x * sigmoid(x)` as two kernels, faster than a table; False where 8 bits for the sigmoid are not enough.
+def _gated(b: Builder, op: Table, made_by: Function) -> bool:
+    """Write `x * gate(x)` in kernels, faster than a table; False where 8 bits for the gate are not enough.
 
-    The rounding of the sigmoid must not move any code of the result by more than one step; the row counts these.
+    The rounding of the gate must not move any code of the result by more than one step; the row counts these.
     """
-    gate = ActivationEncoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
-    values = encoding.values().astype(np.float64)
-    sigmoid = gate.values()[gate.quantize(1.0 / (1.0 + np.exp(-values)))]
-    off = np.abs(op.encoding.quantize(values * sigmoid) - op.table)
-    if encoding.wide or off.max() > 1:
+    encoding = made_by.encoding
+    if encoding.wide:
         return False
-    name = b.node("QLinearSigmoid", [*_activation(b, op.codes, encoding), *_target(b, gate)], domain=CONTRIB)
-    tensors = [*_activation(b, op.codes, encoding), *_activation(b, name, gate), *_target(b, op.encoding)]
+    values, x = encoding.values().astype(np.float64), _activation(b, op.codes, encoding)
+    if made_by.op_type == "Silu":
+        gate = line = ActivationEncoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
+        codes, form = gate.quantize(1.0 / (1.0 + np.exp(-values))), ["QLinearSigmoid"]
+    else:  # x / 6 + 1 / 2 within 0..1 is x in another encoding, cut at its ends
+        gate, line = (ActivationEncoding(s / 254.0, z, int(TensorProto.UINT8)) for s, z in ((1.0, 1), (6.0, 128)))
+        codes, form = line.quantize(values).clip(1), ["QLinearConcat", "Clip"]
+    off = np.abs(op.encoding.quantize(values * gate.values()[codes]) - op.table)
+    if off.max() > 1:
+        return False
+    if made_by.op_type == "Silu":
+        name = b.node("QLinearSigmoid", [*x, *_target(b, line)], domain=CONTRIB)
+    else:
+        name = b.node("QLinearConcat", [*_target(b, line), *x], domain=CONTRIB, axis=0)
+        name = b.node("Clip", [name, b.constant(1, np.uint8), b.constant(255, np.uint8)])
     differing = int(np.count_nonzero(off))
-    op.row.update(form="QLinearSigmoid, QLinearMul", error_bound=float(off.max()), codes_differing=differing)
-    b.write("QLinearMul", tensors, op.result, domain=CONTRIB)
+    op.row.update(form=", ".join([*form, "QLinearMul"]), error_bound=float(off.max()), codes_differing=differing)
+    b.write("QLinearMul", [*x, *_activation(b, name, gate), *_target(b, op.encoding)], op.result, domain=CONTRIB)
     return True
 
 

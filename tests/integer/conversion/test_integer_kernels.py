@@ -227,6 +227,20 @@ def test_silu_is_two_kernels_within_one_step(between):
         assert row["codes_differing"] == np.count_nonzero(off) > 0  # the input holds every code once
 
 
+@pytest.mark.parametrize(
+    ("encoding", "form"), [((0.03, 13), "QLinearConcat, Clip, QLinearMul"), ((0.002, 200), "table")]
+)
+def test_hard_swish_is_kernels_within_one_step_where_8_bits_for_its_gate_are_enough(encoding, form):
+    net = Net()
+    net.output(net.qdq(net.op("HardSwish", net.qdq(net.input([256]), 0.05, 100)), *encoding), [256])
+    feeds = {"x": ((np.arange(256) - 100) * np.float32(0.05)).astype(np.float32)}
+    result = convert(net.model(), **ORT)
+    (row,) = result.certificate["requantizations"]
+    off = np.abs(run(result.model, feeds)["y"] - simulate(net.model(), feeds)["y"]) / encoding[0]
+    assert off.max() < 1.01
+    assert (row["form"], row.get("codes_differing", 0)) == (form, np.count_nonzero(off))
+
+
 def test_silu_stays_a_table_where_8_bits_for_its_sigmoid_are_not_enough():
     model, feeds = silu(0.002, 140, between=False)
     result = convert(model, **ORT)
