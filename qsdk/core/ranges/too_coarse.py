@@ -25,6 +25,8 @@ _COARSEST_ANGLE = 8.0 * math.pi / 255.0
 #: ops whose result is 0 where their operands are
 _ZERO_OF_ZERO = frozenset({"Abs", "Sqrt", "Mul", "Pow", "Neg"})
 _SAME_SIZE = frozenset({"Add", "Sub", "Sum", "Neg", "Abs", "Where", "Cast", "Mod", "Clip"})
+#: steps of a grid that a part of what is joined has at least: with fewer, it is 20 dB from its values
+_FEW = 4.0
 #: a MatMul over so few inputs multiplies coordinates by frequencies, and is no layer
 _COORDINATES = 4
 
@@ -67,7 +69,9 @@ def too_coarse(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
 def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dict[str, str]:
     """Return a remark by site for each grid on which a part of what it holds is 0, or one step away from it, at most.
 
-    Boxes and scores in one tensor: a grid for boxes of up to 640 makes every score the same.
+    Boxes and scores in one tensor: a grid for boxes of up to 640 makes every score the same. Of what is joined, as
+    the levels of a detector, a part is named that has fewer than `_FEW` steps; so is a fixed range of which the data
+    take so few.
 
     Args:
         graph: that was planned.
@@ -82,6 +86,13 @@ def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dic
             part = f"what it holds at {', '.join(map(str, lost[:6]))}{', ...' if len(lost) > 6 else ''} of axis {axis}"
             remedy = "or give it as an input of its own"
             result[site] = _erased(site, part, float(largest[lost].max()), encoding, remedy)
+    for decision in observed.plan.decisions.values():
+        seen, encoding = observed.of(decision.site)
+        size = _magnitude(seen)
+        if encoding is not None and decision.spec and decision.spec.fixed_range and _is_coarse(size, encoding):
+            result[decision.site] = _erased(
+                decision.site, "what it holds", size, encoding, 'or fixed_range="observed" in its place'
+            )
     for op in graph.ops:
         joined = graph.tensors[op.outputs[0]].site if op.type in JOINS and keeps_grid(graph, op) else None
         _, encoding = observed.of(joined)
@@ -89,11 +100,21 @@ def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dic
             continue
         for part_site in (graph.tensors[tensor].site for tensor in moved_inputs(op)):
             seen, _ = observed.of(part_site)
-            size = 0.0 if seen is None else float(max(np.abs(seen.low).max(), np.abs(seen.high).max()))
-            if _within_a_step(np.array([size], np.float32), encoding):
+            size = _magnitude(seen)
+            if _is_coarse(size, encoding):
                 remedy = f"or config.skip({owner_of(joined)!r})"
                 result[joined] = _erased(joined, f"its part {part_site}", size, encoding, remedy)
     return result
+
+
+def _magnitude(seen: Range | None) -> float:
+    """Return the largest magnitude in a range; 0 where it is not known."""
+    return 0.0 if seen is None else float(max(np.abs(seen.low).max(), np.abs(seen.high).max()))
+
+
+def _is_coarse(size: float, encoding: Encoding) -> bool:
+    """Return whether values of a magnitude above 0 have few steps of the one scale of a grid."""
+    return encoding.axis is None and 0.0 < size < _FEW * float(encoding.scale.max())
 
 
 def _within_a_step(largest: npt.NDArray[np.float32], encoding: Encoding | None) -> list[int]:
@@ -104,8 +125,11 @@ def _within_a_step(largest: npt.NDArray[np.float32], encoding: Encoding | None) 
 
 
 def _erased(site: str, part: str, largest: float, encoding: Encoding, remedy: str) -> str:
+    steps = int(largest / float(encoding.scale.max()))
+    left = "one step" if not steps else f"{steps + 1} steps"
+    what = "lost" if not steps else "coarse"
     return (
-        f"{part} (up to {largest:.3g}) lies within one step of {_step(encoding)} and is lost: "
+        f"{part} (up to {largest:.3g}) lies within {left} of {_step(encoding)} and is {what}: "
         f'config.override({owner_of(site)!r}, activation="uint16"), {remedy}'
     )
 
@@ -198,7 +222,7 @@ def _largest(graph: Graph, tensor: int, observed: CalibrationResult) -> float:
     if value is not None and value.size:
         return float(np.abs(value).max())
     seen, _ = observed.of(graph.tensors[tensor].site)
-    return 1.0 if seen is None else float(max(np.abs(seen.low).max(), np.abs(seen.high).max()))
+    return 1.0 if seen is None else _magnitude(seen)
 
 
 def _step(encoding: Encoding) -> str:

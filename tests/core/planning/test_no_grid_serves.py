@@ -319,10 +319,10 @@ class InOneTensor(nn.Module):
 class JoinedInside(nn.Module):
     """Large values and a score that a Linear reads as one tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, gain: float = 1000.0) -> None:
         super().__init__()
         self.boxes, self.score, self.last = nn.Linear(8, 4), nn.Linear(8, 1), nn.Linear(5, 3)
-        self.boxes.weight.data *= 1000
+        self.boxes.weight.data *= gain
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.cat([self.boxes(x), self.score(x).sigmoid()], -1))
@@ -330,7 +330,7 @@ class JoinedInside(nn.Module):
 
 def notes_of(sim: Any, x: Tensor) -> dict[str, str]:
     report = calibrate(sim, [x if hasattr(sim, "model") else x.numpy()], progress=False)
-    found = {row["site"]: row["note"] for row in report.rows if "lost" in row.get("note", "")}
+    found = {row["site"]: row["note"] for row in report.rows if re.search("lost|coarse", row.get("note", ""))}
     assert report.summary.get("erased_parts", 0) == len(found)
     return found
 
@@ -356,6 +356,21 @@ def test_calibrate_names_the_part_of_a_concat_that_a_shared_grid_erases():
         assert note.endswith("config.override('cat.0', activation=\"uint16\"), or config.skip('cat.0')")
     for config in (w8a8().override("cat.0", activation="uint16"), w8a8().skip("cat.0")):
         assert notes_of(quantize(JoinedInside(), x, config), x) == {}
+
+
+def test_calibrate_names_what_keeps_few_steps_of_a_shared_or_fixed_range():
+    x = seeded(4, 8)
+    ((_, note),) = notes_of(quantize(JoinedInside(40.0), x), x).items()
+    assert re.match(r"its part sigmoid\.0:output \(up to 0\.\d+\) lies within [234] steps of .* and is coarse: ", note)
+    assert notes_of(quantize(JoinedInside(10.0), x), x) == {}
+    small = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+    with torch.no_grad():
+        small[0].weight.mul_(1e-3), small[0].bias.zero_()
+    ((site, note),) = notes_of(quantize(small, x), x).items()
+    assert site == "1:output"
+    assert note.startswith("what it holds (up to 0.00")
+    assert note.endswith('config.override(\'1\', activation="uint16"), or fixed_range="observed" in its place')
+    assert notes_of(quantize(small, x, w8a8().override("1", fixed_range="observed")), x) == {}
 
 
 @pytest.mark.parametrize(
