@@ -78,7 +78,7 @@ def shifted(dtype: str) -> ModelProto:
 @pytest.mark.parametrize("runtime", TABLES)
 def test_integers_that_the_runtime_shifts_wrong_are_named(runtime):
     table, codes = table_of(runtime), np.arange(16, dtype=np.int32)
-    types = ("uint8", "uint16", "uint32", "uint64")
+    types = ("uint8", "uint32", "uint64")  # of uint16 not every runtime has one, and no file of ours
     right = {dtype: (open_in(runtime, shifted(dtype)).run({"x": codes})[0] == 2 * codes).all() for dtype in types}
     assert {dtype for dtype in types if not right[dtype]} == table.shifts
     for dtype in types:
