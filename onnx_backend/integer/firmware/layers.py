@@ -16,8 +16,12 @@ from onnx_backend.integer.firmware.arena import StaticOp, StaticTensor, spatial
 #: What all functions share. The right shift of a negative number is left to the compiler by C: these have none.
 HELPERS = """
 /* A layer stays a function of its own. GCC 12 that sees the places in the arena may take calls for needless. */
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 8
+#if defined(__clang__)
+#define QSDK_LAYER static __attribute__((noinline))
+#elif defined(__GNUC__) && __GNUC__ >= 8
 #define QSDK_LAYER static __attribute__((noipa))
+#elif defined(__GNUC__)
+#define QSDK_LAYER static __attribute__((noinline, noclone))
 #else
 #define QSDK_LAYER static
 #endif
