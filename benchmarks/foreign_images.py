@@ -1,6 +1,6 @@
 """Image models of other libraries: classifiers, detectors, segmentation, dense prediction."""
 
-from foreign_makers import SMALL, Foreign, configured, diffusing, image, made, normal, positional
+from foreign_makers import SMALL, Foreign, anchored, configured, diffusing, image, made, normal, positional
 
 TIMM = """resnet10t skresnet18 regnetz_005 mobilenetv4_conv_small_035 mobileone_s0 repghostnet_050 efficientvit_b0
 edgenext_xx_small convnextv2_atto dla34 rexnet_100 nf_regnet_b0 starnet_s1 shvit_s1 swiftformer_xs poolformer_s12
@@ -64,6 +64,8 @@ def detection() -> list[Foreign]:
             ("yolov8n-pose", "PoseModel"),
         )
     ]
+    for name in ("retinanet_resnet50_fpn", "ssdlite320_mobilenet_v3_large"):
+        found.append(Foreign(f"torchvision/{name}", anchored(name, num_classes=3), normal((1, 3, 64, 64))))
     yolos = SMALL | {"image_size": [64, 64], "patch_size": 16, "num_detection_tokens": 6}
     seg = {
         "depths": [1, 1],

@@ -175,6 +175,29 @@ class Positional(nn.Module):
         return found.to_tuple() if hasattr(found, "to_tuple") else found
 
 
+class Decoded(nn.Module):
+    """A detector of torchvision up to its boxes and scores: levels, shared heads, anchors of their sizes, no choice."""
+
+    def __init__(self, detector: Any) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the boxes and scores at every anchor of one picture."""
+        images = importlib.import_module("torchvision.models.detection.image_list").ImageList
+        levels = list(self.detector.backbone(x).values())
+        found = self.detector.head(levels)
+        anchors = self.detector.anchor_generator(images(x, [tuple(x.shape[-2:])]), levels)
+        return self.detector.box_coder.decode_single(found["bbox_regression"][0], anchors[0]), found["cls_logits"]
+
+
+def anchored(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """Return a maker of a detector of torchvision with anchors."""
+    return lambda: Decoded(
+        made(f"torchvision.models.detection:{name}", weights=None, weights_backbone=None, **options)()
+    )
+
+
 def positional(name: str, make: Callable[[], nn.Module], batch: Callable[[int], Batch]) -> Foreign:
     """Return the module with positional inputs in place of named ones, and a tuple in place of its class of outputs."""
     first = batch(0)

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -194,7 +195,8 @@ def table(rows: list[Row]) -> str:
     lines += ["| module | step | why |", "|---|---|---|"]
     for row in sorted(rows, key=lambda row: str(row["name"])):
         for name, why in row["failed"].items():
-            lines.append(f"| {row['name']} | {name} | {why.split('; ')[0].replace('|', ' ')[:240]} |")
+            short = re.sub(r"/\S*/(?:site-packages|foreign_libs)/", "", why.split("; ")[0].replace("|", " "))
+            lines.append(f"| {row['name']} | {name} | {short[:240]} |")
     return "\n".join(lines)
 
 
