@@ -70,8 +70,8 @@ def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dic
     """Return a remark by site for each grid on which a part of what it holds is 0, or one step away from it, at most.
 
     Boxes and scores in one tensor: a grid for boxes of up to 640 makes every score the same. Of what is joined, as
-    the levels of a detector, a part is named that has fewer than `_FEW` steps; so is a fixed range of which the data
-    take so few.
+    the levels of a detector, or chosen, a part is named that has fewer than `_FEW` steps; so is a fixed range of which
+    the data take so few.
 
     Args:
         graph: that was planned.
@@ -94,15 +94,17 @@ def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dic
                 decision.site, "what it holds", size, encoding, 'or fixed_range="observed" in its place'
             )
     for op in graph.ops:
-        joined = graph.tensors[op.outputs[0]].site if op.type in JOINS and keeps_grid(graph, op) else None
+        chooses = op.type == "Where"  # between values and the constant of a mask, say
+        joined = graph.tensors[op.outputs[0]].site if chooses or (op.type in JOINS and keeps_grid(graph, op)) else None
         _, encoding = observed.of(joined)
         if joined is None or encoding is None:
             continue
-        for part_site in (graph.tensors[tensor].site for tensor in moved_inputs(op)):
+        parts_of_op = [t for t in op.inputs[1:] if t is not None] if chooses else moved_inputs(op)
+        for part_site in (graph.tensors[tensor].site for tensor in parts_of_op):
             seen, _ = observed.of(part_site)
             size = _magnitude(seen)
             if _is_coarse(size, encoding):
-                remedy = f"or config.skip({owner_of(joined)!r})"
+                remedy = f"or config.skip({owner_of(joined)!r})" + (", or minus infinity in a mask" if chooses else "")
                 result[joined] = _erased(joined, f"its part {part_site}", size, encoding, remedy)
     return result
 

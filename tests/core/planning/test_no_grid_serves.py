@@ -373,6 +373,27 @@ def test_calibrate_names_what_keeps_few_steps_of_a_shared_or_fixed_range():
     assert notes_of(quantize(small, x, w8a8().override("1", fixed_range="observed")), x) == {}
 
 
+class MaskedExp(nn.Module):
+    """The exponential of what a mask hides by a large number."""
+
+    def __init__(self, hidden: float) -> None:
+        super().__init__()
+        self.first, self.hidden = nn.Linear(8, 8), hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).masked_fill(torch.eye(8, dtype=torch.bool)[:4], self.hidden).exp()
+
+
+def test_calibrate_names_values_that_the_constant_of_a_mask_erases():
+    x = seeded(4, 8)
+    ((site, note),) = notes_of(quantize(MaskedExp(-1e9), x), x).items()
+    assert site == "masked_fill.0:output"
+    assert re.match(r"its part first:output \(up to .*\) lies within one step of .* and is lost", note)
+    assert note.endswith("or config.skip('masked_fill.0'), or minus infinity in a mask")
+    for hidden in (-10.0, -torch.inf):
+        assert notes_of(quantize(MaskedExp(hidden), x), x) == {}
+
+
 @pytest.mark.parametrize(
     ("shape", "axes"), [((4,), []), ((4, 3), [1]), ((4, 1), []), ((2, 6, 5), [1, 2]), ((2, 3, 8, 8), [1])]
 )
