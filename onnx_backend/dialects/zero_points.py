@@ -1,39 +1,33 @@
 """Zero points that are zero and that ONNX Runtime nevertheless asks for before it computes an op on codes.
 
-Its default level makes a QGemm of a Gemm (and of a MatMul of matrices with a bias, which it takes for one) only if the
-input and the weight have zero-point tensors. Else it dequantizes the weight in every run, which takes several times as
-long as the float layer. A MaxPool between two pairs it runs on codes in the layout of the convolutions around it, if
-both have zero points; else in another layout, which takes two transpositions. What moves values (Transpose, Reshape,
-DepthToSpace, nearest Resize) moves codes with zero points, in 0.25 to 0.75 of the time, and floats between two pairs
-without. Measured on onnxruntime 1.32; which ops these are, `fast_table` says.
+Its default level makes a QGemm of a Gemm (and of a MatMul with a bias, which it takes for one where all sizes are
+known) only if the input and the weight have zero-point tensors. Else it dequantizes the weight in every run, which
+takes several times as long as the float layer. A MaxPool between two pairs it runs on codes in the layout of the
+convolutions around it, if both have zero points; else in another layout, which takes two transpositions. What moves
+values (Transpose, Reshape, DepthToSpace, nearest Resize) moves codes with zero points, in 0.25 to 0.75 of the time, and
+floats between two pairs without. Measured on onnxruntime 1.32; which ops these are, `fast_table` says.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.dialects.readers import Readers, quantizers
 from onnx_backend.proto.graph_queries import names_in, unique
-from onnx_backend.proto.nodes import attributes, metadata
+from onnx_backend.proto.nodes import attributes
 from qsdk.core.graph.op_facts import MOVEMENTS
 from qsdk.core.planning.fast_table import NEED_ZERO_POINTS
 
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _BOUNDED = frozenset({"Relu", "Clip"})
-_MATRIX = 2  # axes
 _MOVING = NEED_ZERO_POINTS & (MOVEMENTS | {"MaxPool", "ReduceMax", "Resize"})
 _TO_FLOAT = NEED_ZERO_POINTS - {"MaxPool>"}  # on codes it takes eight times as long, but between convolutions
 
 
-def write_zero_points(model: ModelProto, ranks: Mapping[str, int]) -> list[NodeProto]:
-    """Write the zero points that the runtime asks for, in place; return the DequantizeLinear nodes that got one.
-
-    Args:
-        model: with Q/DQ.
-        ranks: number of axes of the tensor at a site, where it is known.
-    """
-    writer = _Writer(model.graph, ranks)
+def write_zero_points(model: ModelProto) -> list[NodeProto]:
+    """Write the zero points that the runtime asks for, in place; return the DequantizeLinear nodes that got one."""
+    writer = _Writer(model.graph)
     for node in model.graph.node:
         for pair in writer.operands(node):
             writer.write(pair)
@@ -47,8 +41,8 @@ class _Writer:
         written: the DequantizeLinear nodes that got one.
     """
 
-    def __init__(self, graph: GraphProto, ranks: Mapping[str, int]) -> None:
-        self.graph, self.known, self.taken, self.ranks = graph, Readers(graph), names_in(graph), ranks
+    def __init__(self, graph: GraphProto) -> None:
+        self.graph, self.known, self.taken = graph, Readers(graph), names_in(graph)
         self.written: list[NodeProto] = []
 
     def operands(self, layer: NodeProto) -> Iterator[NodeProto]:
@@ -66,9 +60,9 @@ class _Writer:
             return
         source, weight = (self.known.makers.get(name) for name in layer.input[:2])
         given = self._quantizer(source)
-        if source is None or given is None or weight is None or not self._in_float32(weight):
+        if given is None or weight is None or not self._in_float32(weight):
             return
-        last = layer if layer.op_type == "Gemm" else self._bias_behind(layer, source)
+        last = layer if layer.op_type == "Gemm" else self._bias_behind(layer)
         if last is not None and self._has_kernel(last):
             yield from (given, weight)
 
@@ -93,12 +87,12 @@ class _Writer:
             item.input.append(zero)
         self.written += readers
 
-    def _bias_behind(self, layer: NodeProto, source: NodeProto) -> NodeProto | None:
-        """Return the Add that makes a Gemm of a MatMul of matrices, else None."""
+    def _bias_behind(self, layer: NodeProto) -> NodeProto | None:
+        """Return the Add that makes a Gemm of a MatMul, else None."""
         following = self.known.readers.get(layer.output[0], [])
         if len(following) != 1 or following[0].op_type != "Add" or layer.output[0] in self.known.outputs:
             return None
-        return following[0] if self.ranks.get(metadata(source).get("qsdk.site", "")) == _MATRIX else None
+        return following[0]
 
     def _quantizer(self, source: NodeProto | None) -> NodeProto | None:
         """Return the QuantizeLinear, to 8 bits, whose codes a DequantizeLinear reads, else None."""

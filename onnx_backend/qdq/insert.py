@@ -132,8 +132,7 @@ def lower(
         insert_barriers(model, large, only_weights=alone)
         keep_sums_apart(model)
         keep_functions_whole(model)
-        ranks = {site: len(d.shape) for site, d in plan.decisions.items() if d.shape is not None}
-        _note_zero_points(lowering.rows, write_zero_points(model, ranks))
+        _note_zero_points(lowering.rows, write_zero_points(model))
     if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):
         insert_kernel_casts(model)
     quantize_inputs(model)

@@ -10,18 +10,18 @@ from runtime_probes import LEVELS, opened
 
 import qsdk
 from onnx_backend.dialects.zero_points import write_zero_points
-from onnx_backend.proto.nodes import set_metadata
 from onnx_backend.qdq.insert import insert
 from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w4a8, w8a8, w8a16, weight_only
 
 node = helper.make_node
-RANKS = {"x": 2, "x of three": 3}
 UNSIGNED = w8a8().override(op_type="Linear", weight="uint8", symmetric_weights=True)
 
 
-def layer(op="Gemm", *, behind=None, given="uint8", made="uint8", weight="uint8", scale=np.float32, rank=2, **options):
+def layer(
+    op="Gemm", *, behind=None, given="uint8", made="uint8", weight="uint8", scale=np.float32, axes=("n",), **options
+):
     """One layer of matrices between two pairs without zero points; codes of 6 bits, which no processor overflows."""
     kind = {name: int(helper.np_dtype_to_tensor_dtype(np.dtype(name))) for name in (given, made)}
     codes = np.random.default_rng(0).integers(-31, 32, (16, 8)) + (32 if weight == "uint8" else 0)
@@ -33,7 +33,6 @@ def layer(op="Gemm", *, behind=None, given="uint8", made="uint8", weight="uint8"
         node("DequantizeLinear", ["wq", "ws"], ["wd"], axis=1),
         node("DequantizeLinear", ["bq", "bs"], ["bd"], axis=0),
     ]
-    set_metadata(nodes[1], site="x" if rank == 2 else "x of three")
     if op == "Gemm":
         nodes.append(node("Gemm", ["xd", "wd", "bd"], ["h"], **options))
     else:
@@ -44,23 +43,22 @@ def layer(op="Gemm", *, behind=None, given="uint8", made="uint8", weight="uint8"
     nodes.append(node("QuantizeLinear", [last, "ys"], ["yq"], output_dtype=kind[made]))
     nodes.append(node("DequantizeLinear", ["yq", "ys"], ["y"]))
     element = int(helper.np_dtype_to_tensor_dtype(np.dtype(scale)))
-    shape = ["n", "t", 16][-rank:]
-    edges = [helper.make_tensor_value_info(n, element, [*shape[:-1], w]) for n, w in (("x", 16), ("y", 8))]
+    edges = [helper.make_tensor_value_info(n, element, [*axes, w]) for n, w in (("x", 16), ("y", 8))]
     tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
     graph = helper.make_graph(nodes, "layer", edges[:1], edges[1:], tensors)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 @pytest.mark.parametrize("behind", [None, "Relu", "Sigmoid"])
-@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
-def test_the_runtime_computes_on_codes_with_them_and_in_float_without(op, behind, tmp_path):
-    plain, written = layer(op, behind=behind), layer(op, behind=behind)
-    assert write_zero_points(written, RANKS)
+@pytest.mark.parametrize(("op", "axes"), [("Gemm", ["n"]), ("MatMul", ["n"]), ("MatMul", [1, 5])], ids=str)
+def test_the_runtime_computes_on_codes_with_them_and_in_float_without(op, axes, behind, tmp_path):
+    plain, written = layer(op, behind=behind, axes=axes), layer(op, behind=behind, axes=axes)
+    assert write_zero_points(written)
     assert "QGemm" not in optimized(plain, tmp_path)
     found = optimized(written, tmp_path)
     assert "QGemm" in found
-    assert not {"Gemm", "FusedGemm", "Relu"} & set(found)
-    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    assert not {"Gemm", "FusedGemm", *(["Relu"] if len(axes) == 1 else [])} & set(found)
+    x = np.random.default_rng(1).normal(size=(*axes[:-1], 5, 16)).astype(np.float32)
     wanted = opened(plain, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
     np.testing.assert_array_equal(opened(written, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0], wanted)
     got = opened(written, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0]
@@ -70,7 +68,7 @@ def test_the_runtime_computes_on_codes_with_them_and_in_float_without(op, behind
 @pytest.mark.parametrize("missing", ["xs", "ws"])
 def test_both_are_needed(missing, tmp_path):
     model = layer(behind="Relu")
-    write_zero_points(model, RANKS)
+    write_zero_points(model)
     for item in model.graph.node:
         if item.op_type in ("QuantizeLinear", "DequantizeLinear") and item.input[1] == missing:
             del item.input[2]
@@ -80,17 +78,17 @@ def test_both_are_needed(missing, tmp_path):
 def test_a_product_that_the_model_gives_back_is_no_gemm(tmp_path):
     model = layer("MatMul")
     model.graph.output.append(helper.make_tensor_value_info("m", onnx.TensorProto.FLOAT, ["n", 8]))
-    assert write_zero_points(model, RANKS) == []
+    assert write_zero_points(model) == []
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"made": "uint16"}, {"given": "uint16"}, {"scale": np.float16}, {"op": "MatMul", "rank": 3}],
+    [{"made": "uint16"}, {"given": "uint16"}, {"scale": np.float16}],
     ids=str,
 )
 def test_where_the_runtime_has_no_kernel_none_is_written(options, tmp_path):
     model = layer(**options)
-    assert write_zero_points(model, RANKS) == []
+    assert write_zero_points(model) == []
     assert model == layer(**options)
     if "scale" not in options:
         explicit = layer(**options)
@@ -108,7 +106,7 @@ def test_where_the_runtime_has_no_kernel_none_is_written(options, tmp_path):
 @pytest.mark.parametrize("op", ["Gemm", "MatMul"])
 def test_int8_weights_have_them_too(op, tmp_path):
     plain, model = layer(op, weight="int8"), layer(op, weight="int8")
-    write_zero_points(model, RANKS)
+    write_zero_points(model)
     assert ("QGemm" in optimized(plain, tmp_path), "QGemm" in optimized(model, tmp_path)) == (False, True)
     x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
     wanted = opened(model, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
@@ -167,7 +165,7 @@ def test_the_largest_sums_are_exact_on_every_processor(edge):
     model = layer()
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full((16, 8), edge, np.uint8), "wq"))
     model.graph.initializer[4].CopyFrom(numpy_helper.from_array(np.float32(1.6), "ys"))
-    write_zero_points(model, RANKS)
+    write_zero_points(model)
     x = np.full((3, 16), 255 * 0.02, np.float32)
     wanted = opened(model, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
     np.testing.assert_array_equal(opened(model, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0], wanted)
