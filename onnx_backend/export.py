@@ -18,8 +18,8 @@ from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.dialects.onnxruntime_table import require_kernels
 from onnx_backend.passes.decided_sizes import with_decided_sizes, with_stored_codes
 from onnx_backend.passes.empty_inputs import leave_out_empty_inputs
-from onnx_backend.passes.fixed_shapes import sizes_by_input, with_shapes
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
+from onnx_backend.proto.fixed_shapes import sizes_by_input, with_shapes
 from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.inputs import noted_example, open_inputs
 from onnx_backend.proto.model_io import drop_properties, set_properties

@@ -18,9 +18,9 @@ from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run
 from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from onnx_backend.passes.decided_sizes import with_decided_sizes
-from onnx_backend.passes.fixed_shapes import with_shapes
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto import model_io
+from onnx_backend.proto.fixed_shapes import with_shapes
 from onnx_backend.proto.inputs import open_inputs
 from qsdk.core.atomic_files import write_with_companions
 from qsdk.core.errors import ConfigError, IntegerError, QsdkError

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.passes.decided_sizes import store_shapes
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.model_io import load
@@ -53,6 +54,7 @@ def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
     by_name = LazyArrays(large, weights.__getitem__)
     values: ChainMap[str, Array] = ChainMap({}, by_name)  # type: ignore[arg-type]  # writes go to the first map
     simplified = simplify(model, weights=values)
+    store_shapes(simplified)
     note_single_roundings(simplified)
     return TracedModel(simplified, values, read_graph(simplified, weights=values))
 

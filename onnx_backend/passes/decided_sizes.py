@@ -1,23 +1,28 @@
-"""Compute the sizes that follow from fixed sizes of the inputs.
+"""Compute the sizes that follow from fixed sizes of the inputs, and store shapes in which at most one size is open.
 
 ONNX's inference does not follow them through every operator: a ratio of sizes, a choice between two, a table of them.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, numpy_helper
 
-from onnx_backend.passes.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers, nodes_reaching
+from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
+from onnx_backend.proto.graph_queries import initializers, names_in, nodes_reaching, producers, unique
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, metadata, replace_nodes
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.proto.weightless import is_large
+from onnx_backend.proto.subgraphs import reads
+from onnx_backend.proto.weightless import Shape, declared_types, is_large
 from qsdk.core.graph.op_facts import SHAPE_OPS
 
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
@@ -84,6 +89,73 @@ def _decided(
     if any(name and name not in known for name in node.input):
         return None
     return evaluate(node, known, opsets, limit=_LARGEST)
+
+
+def store_shapes(model: ModelProto) -> None:
+    """Store the shapes of Reshapes, and the factors of Resizes, that a traced model computes from open sizes, in place.
+
+    In a stored shape, 0 is the size that the input has there, and -1 is what is left. Runtimes move a Transpose through
+    such an op, but not through one whose shape is computed in every run.
+    """
+    graph, stored = model.graph, initializers(model.graph)
+    taken, outputs = names_in(graph), {value.name for value in graph.output}
+    sizes = {name: shape for name, (_, shape) in declared_types(graph).items()}
+    unread: list[str] = []
+    for node in graph.node:
+        at = {"Reshape": 1, "Resize": 3}.get(node.op_type, len(node.input))
+        if node.domain or at >= len(node.input) or node.input[at] in stored:
+            continue
+        before, behind = sizes.get(node.input[0]), sizes.get(node.output[0])
+        values = None if before is None or behind is None else _STORED[node.op_type](before, behind)
+        if values is not None and not attributes(node).get("axes"):
+            unread.append(node.input[at])
+            name = unique(f"{node.output[0]}_{'shape' if node.op_type == 'Reshape' else 'scales'}", taken)
+            graph.initializer.append(numpy_helper.from_array(values, name))
+            node.input[:] = [*node.input[: 2 if node.op_type == "Resize" else 1], name]
+            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+    makers, dropped = producers(graph.node), set[str]()
+    readers = Counter(name for node in graph.node for name in reads(node))
+    while unread:
+        name = unread.pop()
+        maker = makers.get(name)
+        if maker is None or name in dropped or outputs.intersection(maker.output):
+            continue
+        if not any(readers[result] for result in maker.output):
+            dropped.update(maker.output)
+            readers.subtract(maker.input)
+            unread += maker.input
+    replace_nodes(graph, [node for node in graph.node if not dropped.intersection(node.output)])
+
+
+def _shape_to_store(before: Shape, behind: Shape) -> npt.NDArray[np.int64] | None:
+    """Return the shape of a Reshape, of which one size may be open that the input does not have there; else None."""
+    found = [
+        size if isinstance(size, int) else 0 if size is not None and before[at : at + 1] == (size,) else -1
+        for at, size in enumerate(behind)
+    ]
+    return None if found.count(-1) > 1 or 0 in behind else np.array(found, np.int64)
+
+
+def _scales_to_store(before: Shape, behind: Shape) -> npt.NDArray[np.float32] | None:
+    """Return the factors of a Resize, which float32 holds exactly and which leave open sizes as they are; else None."""
+    found = []
+    for size, wanted in zip(before, behind, strict=True):
+        if isinstance(size, int) and isinstance(wanted, int) and size:
+            found.append(np.float32(wanted) / np.float32(size))
+            if Fraction(float(found[-1])) * size != wanted:
+                return None
+        elif size is None or size != wanted:
+            return None
+        else:
+            found.append(np.float32(1))
+    return np.array(found, np.float32)
+
+
+_STORED: Mapping[str, Callable[[Shape, Shape], npt.NDArray[Any] | None]] = MappingProxyType(
+    {"Reshape": _shape_to_store, "Resize": _scales_to_store}
+)
 
 
 def with_stored_codes(model: ModelProto) -> ModelProto:

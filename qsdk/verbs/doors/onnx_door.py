@@ -16,7 +16,7 @@ from onnx_backend import given_weights, saved
 from onnx_backend.data_passes import outputs, quantizing_only, relu6, stored_by_name, visit_sites
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.passes.fixed_shapes import with_shapes
+from onnx_backend.proto.fixed_shapes import with_shapes
 from onnx_backend.proto.inputs import noted_example
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from onnx_backend.runtime.providers import CPU_ONLY

@@ -1,6 +1,7 @@
 """What the exporter writes around the ops that a user wrote is taken away before planning."""
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -123,3 +124,35 @@ def test_only_the_static_part_of_a_shape_is_folded():
     simplified = simplify(model)
     assert [node.op_type for node in simplified.graph.node] == ["Shape", "Concat", "Reshape"]
     np.testing.assert_array_equal(run(simplified), run(model))
+
+
+class Regrouped(nn.Module):
+    """Splits and joins axes, and enlarges an image by 2, and by a factor that float32 does not hold."""
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        y = x.view(n, t, 3, 4).transpose(1, 2).reshape(n * 3, t, 4).view(n, 3, t, 4)
+        y = nn.functional.interpolate(y, size=(12, 8), mode="bilinear")
+        return nn.functional.interpolate(y, size=(28, 20), mode="nearest").flatten(2)
+
+
+def test_shapes_with_one_open_size_are_stored(tmp_path):
+    """Nothing is left in the file that computes them, but for the sizes of what is enlarged by 7 / 3."""
+    torch.manual_seed(0)
+    batch, other = torch.randn(2, 6, 12), torch.randn(5, 6, 12)
+    sim = qsdk.quantize(Regrouped(), batch)
+    qsdk.calibrate(sim, [batch, other], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    shapes = [numpy_helper.to_array(t).tolist() for t in model.graph.initializer if t.data_type == TensorProto.INT64]
+    assert [0, 6, 3, 4] in shapes
+    assert [-1, 6, 4] in shapes
+    scales = [numpy_helper.to_array(t).tolist() for t in model.graph.initializer]
+    assert [1, 1, 2, 2] in scales
+    assert [node.op_type for node in model.graph.node].count("Shape") == 1
+    session = qsdk.session(tmp_path / "model.onnx")
+    for given in (batch, other):
+        with torch.no_grad():
+            wanted = sim(given).numpy()
+        np.testing.assert_allclose(session.run(None, {"x": given.numpy()})[0], wanted, atol=0.03)
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [other], progress=False).summary["passed"]
