@@ -64,12 +64,14 @@ class Readers:
     def becomes_nbits(self, layer: NodeProto) -> bool:
         """Return True if the runtime turns a layer into MatMulNBits, which rounds its input to 8 bits.
 
-        That are layers with stored matrices whose input is not, directly, on codes of 8 bits (measured, onnxruntime
-        1.31 and 1.32; the older does so behind no codes at all).
+        That are layers with stored matrices whose input is not on codes of 8 bits, directly or in another shape
+        (measured, onnxruntime 1.31 and 1.32; the older does so behind no codes at all).
         """
         if layer.op_type not in ("MatMul", "Gemm") or (layer.op_type == "Gemm" and attributes(layer).get("transB")):
             return False
         source, pair = self.makers.get(layer.input[0]), self.makers.get(layer.input[1])
+        if source is not None and source.op_type == "Reshape":  # the runtime puts the pair behind it
+            source = self.makers.get(source.input[0])
         codes = None if pair is None or pair.op_type != "DequantizeLinear" else self.stored.get(pair.input[0])
         if pair is None or codes is None or type_name(codes.data_type) not in _NBITS or len(codes.dims) != 2:
             return False

@@ -10,6 +10,12 @@ Each computes the same numbers; measured on onnxruntime 1.32:
 - 1 over a square root is a Div in the norms that the runtime has a kernel for, not the Reciprocal that torch writes.
 - Zeros around the input of a convolution, with a pair of the encoding in front, are the convolution's own zeros: 0 has
   a code.
+- A MatMul and the Add of its bias run as a product of codes, a DequantizeLinear of the bias and a sum of floats where
+  the number of rows is open; a Gemm between two Reshapes, which the runtime itself makes of them at fixed sizes, is
+  one QGemm.
+- A mean over all positions of an image runs in floats, and in the slow layout; a GlobalAveragePool on codes.
+- Tokens that are transposed and then made an image keep the runtime from computing on it with the channels last; tokens
+  that are made an image and then transposed do not.
 """
 
 import json
@@ -22,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.dialects.readers import Readers
+from onnx_backend.dialects.readers import Readers, quantizers
 from onnx_backend.proto.external_data import array
+from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.proto.graph_queries import initializers, names_in, unique
 from onnx_backend.proto.nodes import (
     attributes,
@@ -34,6 +41,7 @@ from onnx_backend.proto.nodes import (
     replace_nodes,
     set_metadata,
 )
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large
 from qsdk.core.errors import FileFormatError
@@ -48,6 +56,11 @@ _LOOKED_UP = (*_BYTES, TensorProto.INT16, TensorProto.UINT16)
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 #: op without a kernel on codes -> the operands that are weights
 _IN_FLOATS = {"LSTM": (1, 2), "GRU": (1, 2), "RNN": (1, 2), "LayerNormalization": (1, 2)}
+_SIZED = frozenset({"MatMul", "ReduceMean", "Transpose"})  # whose forms depend on sizes
+_BETWEEN = (["Reshape"], ["QuantizeLinear", "DequantizeLinear", "Reshape"])  # what stands behind a Transpose of tokens
+_IMAGE = 4  # axes
+_SHAPE_IN_PART = 15  # the opset from which a Shape gives some of the sizes
+_LEAST_AXES = 3  # below that, the runtime itself makes a Gemm of a MatMul and an Add
 _PADDED = ("QuantizeLinear", "DequantizeLinear", "Pad", "QuantizeLinear", "DequantizeLinear")
 
 
@@ -67,6 +80,12 @@ def write_fast_forms(model: ModelProto) -> None:
             writer.divide(node)
         elif node.op_type == "Conv" and (zeros := writer.zeros_before(node)):
             writer.pad(node, zeros)
+        elif node.op_type == "Add" and (layer := writer.layer_of(node)) is not None:
+            writer.flatten(layer, node)
+        elif node.op_type == "ReduceMean" and writer.is_pool(node):
+            writer.pool(node)
+        elif node.op_type == "Reshape" and (chain := writer.transposed(node)):
+            writer.transpose_behind(chain)
         else:
             writer.nodes.append(node)
     replace_nodes(model.graph, writer.without_unread())
@@ -84,7 +103,7 @@ def with_pairs(model: ModelProto) -> ModelProto:
     result = ModelProto()
     result.CopyFrom(model)
     graph = result.graph
-    made = {name for node in graph.node if not _NOTES & metadata(node).keys() for name in node.output}
+    made = {name for node in graph.node if _PART_KEY not in metadata(node) for name in node.output}
     stored, nodes, behind = initializers(graph), list[NodeProto](), dict[str, list[NodeProto]]()
     for node in graph.node:
         facts = metadata(node)
@@ -94,19 +113,24 @@ def with_pairs(model: ModelProto) -> ModelProto:
                 source = next(iter(one.input), "")
                 if made.intersection(one.output):  # it has other readers, or another form notes it
                     continue
-                if is_constant(one) and one.output[0] not in stored:
-                    graph.initializer.append(constant_tensor(one))
+                if is_constant(one):
+                    if stored.setdefault(one.output[0], tensor := constant_tensor(one)) is tensor:
+                        graph.initializer.append(tensor)
+                    continue
+                if source in stored or made.intersection(one.input[1:]):
+                    nodes.append(one)
                 elif source in made:  # where export finds it: an opened file, exported again, comes out the same
                     behind.setdefault(source, []).append(one)
-                elif source in stored:
-                    nodes.append(one)
                 made.update(one.output)
             nodes.append(last)
         elif _PART_KEY not in facts:
             nodes.append(node)
     replace_nodes(graph, _in_order(nodes, behind))
     drop_unused_initializers(graph)
-    again = ModelProto(graph=GraphProto(node=graph.node, output=graph.output))
+    edges = {"input": graph.input, "output": graph.output}
+    again = ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, graph=GraphProto(node=graph.node, **edges)
+    )
     for tensor in graph.initializer:  # of large ones, no form has more than the shape
         stub = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
         again.graph.initializer.append(stub if is_large(tensor.dims) else tensor)
@@ -149,7 +173,10 @@ class _Writer:
     def __init__(self, model: ModelProto) -> None:
         self.graph, self.known, self.taken = model.graph, Readers(model.graph), names_in(model.graph)
         self.nodes: list[NodeProto] = []
+        self._opset = opset_of(model)
         self._on_codes = any(node.op_type == "QuantizeLinear" for node in self.graph.node)
+        is_sized = self._on_codes and not _SIZED.isdisjoint(node.op_type for node in self.graph.node)
+        self._sizes = static_sizes(with_inferred_shapes(model)) if is_sized else {}
         self._made = set[str]()  # stored tensors of forms
         self._dropped = set[str]()  # tensors whose node may be needed no more
 
@@ -203,6 +230,95 @@ class _Writer:
         one = self._store(f"{reciprocal.output[0]}/one", np.ones((), np.float32))
         inputs = [one, reciprocal.input[0]]
         self._last(helper.make_node("Div", inputs, [*reciprocal.output], reciprocal.name), [reciprocal])
+
+    def layer_of(self, bias: NodeProto) -> NodeProto | None:
+        """Return the MatMul to which an Add adds its bias, if a Gemm of as many rows as there are runs on codes."""
+        layer = next((n for name in bias.input if (n := self.known.makers.get(name)) and n.op_type == "MatMul"), None)
+        if layer is None or len(self.known.readers[layer.output[0]]) > 1 or layer.output[0] in self.known.outputs:
+            return None
+        source, weight, added = (self.known.makers.get(name) for name in _operands_of(layer, bias))
+        behind = [self.known.dtype(node) for node in quantizers(bias, self.known)]
+        if source is None or weight is None or added is None or {*behind, self._codes_behind(source)} != {"uint8"}:
+            return None  # the runtime does not load a Reshape beside signed codes
+        codes, numbers = self._stored(weight, _BYTES), self._stored(added, (TensorProto.INT32,))
+        sizes = self._sizes.get(layer.input[0], ())
+        most = len(sizes) if self._opset >= _SHAPE_IN_PART else 1
+        if codes is None or numbers is None or len(sizes) < _LEAST_AXES or not 0 < sizes[:-1].count(None) <= most:
+            return None
+        scales = [self.known.stored.get(pair.input[1]) for pair in (source, weight)]
+        in_float32 = all(scale is not None and scale.data_type == TensorProto.FLOAT for scale in scales)
+        are_matrices = len(codes.dims) == 2 and list(numbers.dims) == [codes.dims[1]]
+        have_zero_points = {len(source.input), len(weight.input)} == {3} and not attributes(weight).get("block_size")
+        return layer if in_float32 and are_matrices and have_zero_points else None
+
+    def flatten(self, layer: NodeProto, bias: NodeProto) -> None:
+        """Write a MatMul and the Add of its bias as a Gemm of all rows."""
+        last, (source, weight, added) = bias.output[0], _operands_of(layer, bias)
+        width, made = self.known.stored[self.known.makers[weight].input[0]].dims
+        self._dropped.add(layer.output[0])
+        rows = self._part(last, "Reshape", [source, self._numbers(f"{last}/rows/shape", [-1, width])])
+        product = self._part(last, "Gemm", [rows, weight, added])
+        sizes = self._sizes[layer.input[0]][:-1]
+        if sizes.count(None) == 1:
+            shape = self._numbers(f"{last}/shape", [*(-1 if size is None else size for size in sizes), made])
+        else:
+            of_rows = self._part(last, "Shape", [source], end=-1)
+            shape = self._part(last, "Concat", [of_rows, self._numbers(f"{last}/columns/shape", [made])], axis=0)
+        self._last(helper.make_node("Reshape", [product, shape], [last], bias.name), [layer, bias])
+
+    def is_pool(self, mean: NodeProto) -> bool:
+        """Return True for a mean over all positions of an image that stands there as unsigned codes."""
+        source, facts = self.known.makers.get(mean.input[0]), attributes(mean)
+        axes = self.known.stored.get(mean.input[1]) if len(mean.input) > 1 else None
+        rank = len(self._sizes.get(mean.input[0], ()))
+        if source is None or axes is None or rank < _LEAST_AXES or facts.get("keepdims", 1) != 1:
+            return False
+        over = sorted(int(axis) % rank for axis in array(axes).reshape(-1))
+        return over == [*range(2, rank)] and self._codes_behind(source) == "uint8"
+
+    def pool(self, mean: NodeProto) -> None:
+        """Write a mean over all positions as a GlobalAveragePool."""
+        self._last(helper.make_node("GlobalAveragePool", mean.input[:1], mean.output, mean.name), self._read_by([mean]))
+
+    def transposed(self, reshape: NodeProto) -> list[NodeProto]:
+        """Return the nodes from a Transpose of tokens [N, T, C] to the Reshape to an image [N, C, H, W], else none.
+
+        Between them may stand a pair with the encoding of the pair in front, which changes nothing.
+        """
+        chain = [reshape]
+        while chain[0].op_type != "Transpose":
+            name = chain[0].input[0]
+            maker = self.known.makers.get(name)
+            if maker is None or len(self.known.readers[name]) > 1 or name in self.known.outputs:
+                return []
+            if len(chain) > len(_BETWEEN[1]):
+                return []
+            chain.insert(0, maker)
+        first, pair = chain[0], chain[1:-1]
+        shape, sizes = self.known.stored.get(reshape.input[1]), self._sizes.get(first.input[0], ())
+        if [node.op_type for node in chain[1:]] not in _BETWEEN or shape is None or len(sizes) != _LEAST_AXES:
+            return []
+        wanted = array(shape).reshape(-1).tolist()
+        is_image = len(wanted) == _IMAGE and wanted[1] == sizes[2] and wanted[2] * wanted[3] == sizes[1]
+        if attributes(first).get("perm") != [0, 2, 1] or not is_image or wanted[0] > 0:
+            return []
+        before = self.known.makers.get(first.input[0], first)
+        same = all(self._operands(node) == self._operands(before) for node in pair) and None not in map(
+            self._operands, pair
+        )
+        return chain if not pair or (same and self._codes_behind(before) == self.known.dtype(pair[0])) else []
+
+    def transpose_behind(self, chain: Sequence[NodeProto]) -> None:
+        """Write a Transpose of tokens and the Reshape to an image as a Reshape and a Transpose of the image."""
+        last = chain[-1].output[0]
+        batch, channels, *image = array(self.known.stored[chain[-1].input[1]]).reshape(-1).tolist()
+        self._dropped.update(node.output[0] for node in chain[:-1])
+        rows = self._part(
+            last, "Reshape", [chain[0].input[0], self._numbers(f"{last}/shape", [batch, *image, channels])]
+        )
+        self._last(
+            helper.make_node("Transpose", [rows], [last], chain[-1].name, perm=[0, 3, 1, 2]), self._read_by(chain)
+        )
 
     def is_dynamic(self, layer: NodeProto) -> bool:
         """Return True for a product of a dynamically quantized tensor and a stored matrix."""
@@ -293,15 +409,12 @@ class _Writer:
         padded.attribute.extend(entry for entry in conv.attribute if entry.name != "pads")
         padded.attribute.append(helper.make_attribute("pads", sizes))
         self._dropped.update(node.output[0] for node in zeros[2:])
-        # what the Pad reads is stored no more; its pair has the operands of the pair in front
-        stored = [
-            helper.make_node("Constant", [], [name], value=self.known.stored[name]) for name in pad.input[1:] if name
-        ]
+        # the pair behind the Pad has the operands of the pair in front
         pair = [
             _changed(like, [node.input[0], *like.input[1:]], node)
             for like, node in ((first, quantize), (before, dequantize))
         ]
-        self._last(padded, [*stored, pad, *pair, conv])
+        self._last(padded, [*self._read_by([pad]), *pair, conv])
 
     def without_unread(self) -> list[NodeProto]:
         """Return the nodes, without those that only replaced ones have read."""
@@ -315,6 +428,11 @@ class _Writer:
     def _stored(self, pair: NodeProto, types: Sequence[int]) -> TensorProto | None:
         codes = self.known.stored.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
         return codes if codes is not None and codes.data_type in types else None
+
+    def _codes_behind(self, pair: NodeProto) -> str:
+        """Return the type of the codes that a DequantizeLinear of an activation reads; "" for any other node."""
+        quantize = self.known.makers.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
+        return "" if quantize is None else self.known.dtype(quantize)
 
     def _operands(self, node: NodeProto) -> tuple[bytes, int] | None:
         """Return the scale and zero point of a node of a pair, comparable; None where they are not stored numbers."""
@@ -353,6 +471,11 @@ class _Writer:
         own = layer.op_type in ("MatMul", "Gemm") and list(layer.input).index(pair.output[0]) == 1
         return own and not self.known.becomes_nbits(layer)
 
+    def _read_by(self, nodes: Sequence[NodeProto]) -> list[NodeProto]:
+        """Return nodes behind what they read that is stored, and may be so no more when they are replaced."""
+        names = dict.fromkeys(name for node in nodes for name in node.input[1:] if name in self.known.stored)
+        return [*(helper.make_node("Constant", [], [name], value=self.known.stored[name]) for name in names), *nodes]
+
     def _shaped(self, last: str, name: str, tensor: str, shape: Sequence[int]) -> str:
         return self._part(last, "Reshape", [tensor, self._numbers(f"{last}/{name}/shape", shape)])
 
@@ -377,6 +500,10 @@ class _Writer:
         text = json.dumps([b64encode(one.SerializeToString(deterministic=True)).decode() for one in meant])
         set_metadata(node, **{FORM_KEY.removeprefix("qsdk."): text})
         self.nodes.append(node)
+
+
+def _operands_of(layer: NodeProto, bias: NodeProto) -> list[str]:
+    return [*layer.input, next((name for name in bias.input if name != layer.output[0]), "")]
 
 
 def _can_pad(node: NodeProto, source: str) -> bool:

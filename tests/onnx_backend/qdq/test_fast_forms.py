@@ -12,9 +12,9 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.fast_forms import FORM_KEY
 
 
-def exported(model, batches, config, folder, **options):
+def exported(model, batches, config, folder, *, axes=None, **options):
     """The sim, its file, the types of the nodes that the runtime's default level runs, and the outputs of both."""
-    sim = qsdk.quantize(model.eval(), batches[0], config)
+    sim = qsdk.quantize(model.eval(), batches[0], config, dynamic_shapes=axes)
     qsdk.calibrate(sim, batches, progress=False)
     path = folder / "model.onnx"
     qsdk.export(sim, path, **options)
@@ -144,6 +144,53 @@ def test_weights_in_blocks_and_between_quantized_activations_stay_pairs(tmp_path
         sim, path, *_ = exported(nn.Sequential(nn.Conv2d(32, 4, 1)), batches, config, tmp_path)
         assert not [node for node in onnx.load(path).graph.node if FORM_KEY in metadata(node)]
         assert qsdk.check_parity(sim, path, batches, progress=False).summary["passed"]
+
+
+@pytest.mark.parametrize(
+    "config", [qsdk.w8a8(), qsdk.w8a8().for_dialect("onnxruntime", processor="vnni")], ids=["all", "kernels"]
+)
+@pytest.mark.parametrize("axes", [None, {"input": {0: "batch", 1: "length"}}], ids=["batch", "length"])
+def test_a_linear_on_three_axes_is_one_kernel_at_any_size(axes, config, tmp_path):
+    """And the weight of the norm in front is dequantized once, when the session is opened."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 8))
+    nn.init.normal_(model[0].weight)
+    batches = [torch.randn(2, 3, 24)]
+    sim, path, ran, wanted, got = exported(model, batches, config, tmp_path, axes=axes)
+    assert ran.count("QGemm") == 2
+    assert not {"MatMul", "MatMulIntegerToFloat", "Add", "BiasGelu", "Gemm", "Mul", "Cast"} & set(ran)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+    with torch.no_grad():
+        more = torch.randn(5, 3 if axes is None else 7, 24)
+        session = qsdk.session(path)
+        (found,) = session.run(None, {session.get_inputs()[0].name: more.numpy()})
+        np.testing.assert_allclose(found, sim(more).numpy(), atol=0.02 * np.abs(wanted).max())
+    qsdk.export(sim, path, dialect="onnx")
+    assert not [node for node in onnx.load(path).graph.node if FORM_KEY in metadata(node)]
+
+
+class Head(nn.Module):
+    """Makes an image of tokens and enlarges it, as heads for segmentation do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x):
+        """Give four channels."""
+        image = self.first(x).transpose(1, 2).reshape(-1, 12, 2, 3)
+        return self.last(nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear"))
+
+
+@pytest.mark.parametrize("config", [qsdk.w8a8(), qsdk.w8a8().for_dialect("onnxruntime")], ids=["all", "kernels"])
+def test_an_image_made_of_tokens_has_its_channels_last_up_to_the_convolution(config, tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 6, 8)]
+    sim, path, ran, wanted, got = exported(Head(), batches, config, tmp_path)
+    assert ran.count("Transpose") == 1  # of the result
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
 
 
 def test_frozen_encodings_are_frozen_in_the_file(tmp_path):

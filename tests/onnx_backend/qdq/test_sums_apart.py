@@ -117,3 +117,33 @@ def test_what_reads_a_pair_beside_a_function_reads_the_pair(tmp_path):
     assert "QuickGelu" in found
     assert found.count("QGemm") == 2
     assert not {"MatMul", "Gemm"} & set(found)
+
+
+class Squeezed(torch.nn.Module):
+    """A convolution with a SiLU, and a gate by the mean of its result, as in an EfficientNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate, self.last = (torch.nn.Conv2d(a, 8, 1) for a in (3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives eight channels."""
+        y = torch.nn.functional.silu(self.conv(x))
+        return self.last(y * torch.sigmoid(self.gate(y.mean((2, 3), keepdim=True))))
+
+
+@pytest.mark.parametrize("dialect", ["onnxruntime", "onnx"])
+def test_a_silu_is_one_kernel_and_a_mean_of_an_image_is_computed_on_codes(dialect, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 5)
+    sim = qsdk.quantize(Squeezed().eval(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx", dialect=dialect)
+    ran = set(optimized(onnx.load(tmp_path / "model.onnx"), tmp_path))
+    fast = {"QuickGelu", "QLinearGlobalAveragePool"}
+    assert ran & (fast | {"ReduceMean"}) == (fast if dialect == "onnxruntime" else {"ReduceMean"})
+    parity = qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False)
+    assert (parity.summary["passed"], parity.summary["weights_max_lsb"]) == (True, 0)
+    again = qsdk.quantize(tmp_path / "model.onnx")
+    qsdk.export(again, tmp_path / "again.onnx", dialect=dialect)
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
