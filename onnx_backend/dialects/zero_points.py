@@ -4,8 +4,8 @@ Its default level makes a QGemm of a Gemm (and of a MatMul with a bias, which it
 known) only if the input and the weight have zero-point tensors. Else it dequantizes the weight in every run, which
 takes several times as long as the float layer. A MaxPool between two pairs it runs on codes in the layout of the
 convolutions around it, if both have zero points; else in another layout, which takes two transpositions. What moves
-values (Transpose, Reshape, DepthToSpace, nearest Resize) moves codes with zero points, in 0.25 to 0.75 of the time, and
-floats between two pairs without. Measured on onnxruntime 1.32; which ops these are, `fast_table` says.
+values (Transpose, Reshape, DepthToSpace, nearest Resize) moves codes with zero points, mostly in 0.25 to 0.75 of the
+time, and floats between two pairs without. Measured on onnxruntime 1.32; which ops these are, `fast_table` says.
 """
 
 from collections.abc import Iterator

@@ -98,9 +98,11 @@ def test_the_export_report_lists_every_site_with_its_form(sim, tmp_path):
     assert set(forms) == set(sim.plan.decisions)
     assert forms["conv:weight"] == "integer initializer"
     assert forms["conv:bias"] == "int32 bias"
-    assert forms["relu.0:output"] == "QDQ output_dtype"
+    assert forms["relu.0:output"] == "QDQ output_dtype and zero point"  # with both, a Reshape behind it moves codes
     assert report["summary"]["zero_point_bytes_saved"] > 0
     assert report["summary"]["paths"] == [str(tmp_path / "model.onnx"), str(tmp_path / "model.encodings.json")]
+    pure = qsdk.export(sim, tmp_path / "pure.onnx", dialect="onnx").to_dict()["rows"]
+    assert {row["site"]: row["form"] for row in pure}["relu.0:output"] == "QDQ output_dtype"
 
 
 def test_uncalibrated_sites_are_refused_or_left_float(model, tmp_path):
