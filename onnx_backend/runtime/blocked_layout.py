@@ -23,7 +23,7 @@ BLOCK = 16
 _STANDARD = ("", "ai.onnx")
 _PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
 #: Ops of one tensor that give 0 for 0, as padding is, and finite values for finite ones.
-_KEEPS_ZERO = frozenset({"Relu", "LeakyRelu", "Tanh", "Erf", "HardSwish", "QuickGelu", "Gelu", "Identity"})
+_KEEPS_ZERO = frozenset({"Relu", "LeakyRelu", "Tanh", "Erf", "HardSwish", "QuickGelu", "Gelu", "Identity", "Sum"})
 _OF_ONE = _KEEPS_ZERO | {"Sigmoid", "HardSigmoid"}
 _OF_TWO = frozenset({"Add", "Sub", "Mul", "Max", "Min"})
 _EXTREMES = frozenset({"ReduceMax", "ReduceMin"})
@@ -123,7 +123,7 @@ class _Walk:
             return [replace(first, has_codes=node.op_type == "QuantizeLinear")] if per_tensor else None
         if any(each is not None and each.has_codes for each in read):
             return None
-        if node.op_type in _OF_ONE:
+        if node.op_type in _OF_ONE and (node.op_type != "Sum" or len(read) == 1):
             return [first] if node.op_type in _KEEPS_ZERO or not first.is_padded else None
         if node.op_type == "Clip":
             numbers = all(not name or self._is_number(name) for name in node.input[1:])
