@@ -67,6 +67,12 @@ _LONGEST = 12
 _LARGEST_BIAS = {"float32": 2.0**31, "float16": 65504.0}
 
 
+def _divides_by_more(node: NodeProto) -> bool:
+    """Return True for a pool whose windows beyond the edge the runtime's 8-bit kernel takes for whole ones."""
+    attrs = attributes(node) if node.op_type == "AveragePool" else {}
+    return bool(attrs.get("ceil_mode") and attrs.get("count_include_pad"))
+
+
 def reads_moved_batch(layer: NodeProto, tensor: str, makers: Mapping[str, NodeProto]) -> bool:
     """Return True if a MatMul reads, behind ops that move values, a Transpose that moves the first axis to the end.
 
@@ -300,6 +306,7 @@ class _BarrierInserter:
             or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
             or self._saturates_bias(node, dequantize)
             or (node.op_type == "Softmax" and dtype in _EIGHT_BITS and self._floors_steps(node))
+            or _divides_by_more(node)
         ]
 
     def _is_moved_pair(self, reader: NodeProto, tensor: str) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 import qsdk
 from onnx_backend.data_passes import written_file
-from onnx_backend.qdq import insert
+from onnx_backend.qdq import fusion_barriers, insert
 from onnx_backend.runtime.user_session import user_session
 from qsdk.core.errors import ExportError, ModelError
 from qsdk.verbs.doors.onnx_door import OnnxDoor
@@ -365,3 +365,15 @@ def test_ties_that_a_top_k_breaks_otherwise_are_said_and_no_fault(tmp_path):
     (largest[0] if largest else top.attribute.add(name="largest", type=2)).i = 0
     onnx.save(model, tmp_path / "other.onnx")
     assert not qsdk.check_parity(sim, tmp_path / "other.onnx", [x], progress=False).summary["passed"]
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+def test_windows_beyond_the_edge_of_a_pool_are_divided_by_what_they_hold(pad, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    pool, x = nn.AvgPool2d(3, 2, pad, ceil_mode=True), torch.randn(2, 3, 8, 8)
+    sim = qsdk.quantize(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), pool, nn.Conv2d(16, 4, 1)).eval(), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    monkeypatch.setattr(fusion_barriers, "_divides_by_more", lambda node: False)
+    with pytest.raises(ExportError, match=r"2:output: \d+ steps off"):  # what the runtime's own kernel makes of it
+        qsdk.export(sim, tmp_path / "fused.onnx")
