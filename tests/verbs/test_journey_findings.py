@@ -69,7 +69,9 @@ def test_weights_with_blocks_run_at_the_default_level(weight: str, result: str, 
     export(back, tmp_path / "again.onnx")
     ops = [[n.op_type for n in onnx.load(tmp_path / name).graph.node] for name in ("m.onnx", "again.onnx")]
     assert sorted(ops[0]) == sorted(ops[1])
-    assert ops[0].count("Sum") == (0 if weight == "int4" else 2)
+    assert ops[0].count("Sum") == (
+        2 if weight == "int4" else 3
+    )  # the runtime folds the weights, and would make codes of them beside pairs
     assert to_integer(tmp_path / "m.onnx", tmp_path / "int.onnx").summary["operations_max_lsb"] <= 1
     export(sim, tmp_path / "pure.onnx", dialect="onnx")
     assert "Sum" not in [n.op_type for n in onnx.load(tmp_path / "pure.onnx").graph.node]
