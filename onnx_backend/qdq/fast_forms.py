@@ -43,7 +43,7 @@ from onnx_backend.proto.nodes import (
 )
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.proto.weightless import is_large
+from onnx_backend.proto.weightless import is_large, skeleton
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
 
@@ -176,7 +176,8 @@ class _Writer:
         self._opset = opset_of(model)
         self._on_codes = any(node.op_type == "QuantizeLinear" for node in self.graph.node)
         is_sized = self._on_codes and not _SIZED.isdisjoint(node.op_type for node in self.graph.node)
-        self._sizes = static_sizes(with_inferred_shapes(model)) if is_sized else {}
+        # what the file itself shows, whatever its exporter has noted beside: opened again, it gives the same forms
+        self._sizes = static_sizes(with_inferred_shapes(skeleton(model, value_info=False))) if is_sized else {}
         self._made = set[str]()  # stored tensors of forms
         self._dropped = set[str]()  # tensors whose node may be needed no more
 
