@@ -223,6 +223,7 @@ _WHISPER = {
     "encoder_layers": 4,
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 1024,
+    "decoder_attention_heads": 4,
 }
 
 NETWORKS: dict[str, Network] = {

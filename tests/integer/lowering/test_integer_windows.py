@@ -86,6 +86,16 @@ def test_ceil_mode_in_two_axes():
     compare(net.model(), {"x": noise((4, 3, 8, 7))}, tolerance=0.01)
 
 
+@pytest.mark.parametrize("counted", [0, 1])
+def test_a_window_far_larger_than_the_image_holds_the_image(counted):
+    net = Net()
+    x = net.qdq(net.input(["n", 3, 8, 7]), 0.031, 119)
+    attrs = {"kernel_shape": [2560, 2560], "strides": [2560, 2560], "pads": [0, 1, 1, 0]}
+    y = net.op("AveragePool", x, ceil_mode=1, count_include_pad=counted, **attrs)
+    net.output(net.qdq(y, 0.0222, 111), [None] * 4)
+    compare(net.model(), {"x": noise((4, 3, 8, 7))}, tolerance=0.01)
+
+
 @pytest.mark.parametrize("op", ["GlobalMaxPool", "GlobalAveragePool"])
 @pytest.mark.parametrize("sizes", [[9], [4, 5], [3, 4, 2]])
 def test_global_pools(op, sizes):

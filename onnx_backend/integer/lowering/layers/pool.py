@@ -100,6 +100,10 @@ def average_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     elif auto != "NOTSET":
         attrs["pads"] = _same_pads(ctx, node, kernel, strides, dilations, upper=auto == "SAME_UPPER")
     pads = list(attrs.get("pads", [0] * 2 * spatial))
+    if attrs.get("ceil_mode", 0):  # where a window may be larger than the whole image, however much
+        sizes = ctx.sizes(node.input[0], list(range(2, 2 + spatial)))
+        whole = [n + begin + end for n, begin, end in zip(sizes, pads[:spatial], pads[spatial:], strict=True)]
+        kernel = [min(k, n) if d == 1 else k for k, n, d in zip(kernel, whole, dilations, strict=True)]
     window = tuple(zip(kernel, strides, dilations, pads[:spatial], pads[spatial:], strict=True))
     overhang = _overhang(ctx, node, window) if attrs.get("ceil_mode", 0) else [0] * spatial
     divisor = _divisor(ctx, node, window, overhang, padded=bool(attrs.get("count_include_pad", 0)))
