@@ -372,7 +372,9 @@ class QuantSim(StatefulSim):
             self.folded_norms.clear()  # training changes the statistics of the layers' outputs
             entering.close()  # from here on, threads may train together
             yield model
-        exact = {site: encoding for site, encoding in self.encodings.items() if encoding.dtype.exact_sums}
+        promised = [d.site for d in self.plan.decisions.values() if d.spec is not None and d.spec.dtype.exact_sums]
+        known = self.encodings if promised else {}
+        exact = {site: known[site] for site in promised if site in known}
         for site, values in self.stored_floats(exact).items():  # training changes weights and scales
             if exact[site].frozen:
                 self.store_floats({site: on_exact_sums(exact[site], values)})

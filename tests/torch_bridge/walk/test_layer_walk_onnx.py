@@ -449,7 +449,7 @@ def test_data_and_nodes_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, rounded = walk.run.streams
     assert ran[0] == set(range(len(exact.nodes)))  # to its end; the quantized one up to the last layer
     behind = [rounded.nodes[index].op_type for index in sorted(set(range(len(rounded.nodes))) - ran[1])]
-    assert behind == ["MatMul", "QuantizeLinear", "DequantizeLinear"]
+    assert behind == ["Sum", "MatMul", "QuantizeLinear", "DequantizeLinear"]
     sites = {site for site, decision in sim.plan.decisions.items() if decision.kind == "weight"}
     assert {layer.site for layer in walk.layers} | walk.left.keys() == sites
 
