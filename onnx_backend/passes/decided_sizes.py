@@ -130,12 +130,16 @@ def store_shapes(model: ModelProto) -> None:
 
 
 def _shape_to_store(before: Shape, behind: Shape) -> npt.NDArray[np.int64] | None:
-    """Return the shape of a Reshape, of which one size may be open that the input does not have there; else None."""
+    """Return the shape of a Reshape whose open sizes are those of the input there, or a single other one; else None.
+
+    Not both: what is left of a tensor without elements, beside a size of 0 that is copied, is no number.
+    """
     found = [
         size if isinstance(size, int) else 0 if size is not None and before[at : at + 1] == (size,) else -1
         for at, size in enumerate(behind)
     ]
-    return None if found.count(-1) > 1 or 0 in behind else np.array(found, np.int64)
+    is_open = found.count(-1) > 1 or (-1 in found and 0 in found)
+    return None if is_open or 0 in behind else np.array(found, np.int64)
 
 
 def _scales_to_store(before: Shape, behind: Shape) -> npt.NDArray[np.float32] | None:

@@ -259,13 +259,14 @@ class _Writer:
         self._dropped.add(layer.output[0])
         rows = self._part(last, "Reshape", [source, self._numbers(f"{last}/rows/shape", [-1, width])])
         product = self._part(last, "Gemm", [rows, weight, added])
-        sizes = self._sizes[layer.input[0]][:-1]
+        sizes, options = self._sizes[layer.input[0]][:-1], dict[str, Any]()
         if sizes.count(None) == 1:
             shape = self._numbers(f"{last}/shape", [*(-1 if size is None else size for size in sizes), made])
         else:
             of_rows = self._part(last, "Shape", [source], end=-1)
             shape = self._part(last, "Concat", [of_rows, self._numbers(f"{last}/columns/shape", [made])], axis=0)
-        self._last(helper.make_node("Reshape", [product, shape], [last], bias.name), [layer, bias])
+            options = {"allowzero": 1}  # an empty axis is one
+        self._last(helper.make_node("Reshape", [product, shape], [last], bias.name, **options), [layer, bias])
 
     def is_pool(self, mean: NodeProto) -> bool:
         """Return True for a mean over all positions of an image that stands there as unsigned codes."""

@@ -9,6 +9,7 @@ import torch
 from onnx import helper
 from qdq_models import make_model
 from torch import Tensor, nn
+from torch.export import Dim
 
 import qsdk
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
@@ -83,3 +84,16 @@ def test_what_follows_a_selection_has_a_size_of_the_data():
         node("ScatterND", ["x", "at", "best"], ["same"], "same"),
     ]
     assert of_data_dependent_size(helper.make_graph(nodes, "g", [], [])) == {"best", "at"}
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (3, 0), (2, 7)])
+def test_shapes_of_two_open_axes_hold_where_one_is_empty(sizes, tmp_path):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4), nn.Flatten(1)).eval()
+    x = torch.randn(3, 5, 8)
+    sim = qsdk.quantize(layers, x, dynamic_shapes=({0: Dim("n"), 1: Dim("length")},))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    session = qsdk.session(tmp_path / "model.onnx")
+    found = session.run(None, {session.get_inputs()[0].name: np.ones((*sizes, 8), np.float32)})[0]
+    assert found.shape == (sizes[0], 4 * sizes[1])
