@@ -165,7 +165,7 @@ print(f"{len(better)} of {len(report.rows)} layers are closer to the float netwo
 sim = sims[3]
 written = qsdk.export(sim, "model.onnx", prefer="size")
 parity = qsdk.check_parity(sim, "model.onnx", batches[:1])
-print(f"{written.summary['bytes']:,} bytes, {written.summary['ratio']:.0%} of the float weights")
+print(f"the file has {written.summary['ratio']:.0%} of the bytes of the float weights")
 print("passed:", parity.summary["passed"])
 print("weights off by", parity.summary["weights_max_lsb"], "steps")
 

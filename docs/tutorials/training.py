@@ -151,7 +151,7 @@ print("the same outputs:", torch.equal(again(test[:64]), sim(test[:64])))
 # %%
 written = qsdk.export(sim, "trained.onnx", prefer="size")
 parity = qsdk.check_parity(sim, "trained.onnx", batches[:1])
-print(f"{written.summary['bytes']:,} bytes, {written.summary['ratio']:.0%} of the float weights")
+print(f"the file has {written.summary['ratio']:.0%} of the bytes of the float weights")
 print("passed:", parity.summary["passed"])
 
 # %% [markdown]

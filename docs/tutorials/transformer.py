@@ -182,7 +182,7 @@ qsdk.calibrate(sim, batches)
 print(f"with a cache of 8 bits: {accuracy(sim.model):.2f}")
 
 written = qsdk.export(sim, "sorter.onnx")
-print(f"{written.summary['bytes']:,} bytes, {written.summary['ratio']:.0%} of the float weights")
+print(f"the file has {written.summary['ratio']:.0%} of the bytes of the float weights")
 print("passed:", qsdk.check_parity(sim, "sorter.onnx", batches[:1]).summary["passed"])
 
 # %% [markdown]
