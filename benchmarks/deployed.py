@@ -30,6 +30,7 @@ ROUNDS = 40
 CALIBRATED = 4  # batches
 SHORT = 0.5  # ms; shorter networks measure what a run of a session costs
 SECONDS = 6.0  # of timing a network, at most
+SETTLED = 0.005  # seconds after which a session's workers sleep
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "deployed.md"
 START, END = "<!-- rows -->\n", "<!-- end of rows -->"
 Feed = dict[str, np.ndarray]
@@ -134,6 +135,8 @@ def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[st
     while rounds < 5 or (rounds < ROUNDS and time.monotonic() < end):
         rounds += 1
         for name, run in runs.items():
+            if threads > 1:
+                time.sleep(SETTLED)  # the workers of the session before spin for a while, on the cores of this one
             run.run(None, given[name])  # warm caches
             start = clock()
             run.run(None, given[name])
