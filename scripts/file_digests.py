@@ -20,7 +20,7 @@ from tqdm import tqdm
 import qsdk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from deployed_networks import NETWORKS, Network, settled  # noqa: E402  a folder of scripts beside this one
+from deployed_networks import NETWORKS, Network, settled
 
 _CONFIGS = {
     "w8a8": qsdk.w8a8(),
