@@ -65,7 +65,7 @@ def tuned_ranges(sim: Any, batches: list[Any]) -> None:
     """Ranges learned from where `mse` puts them, in steps of four samples each."""
     qsdk.calibrate(sim, batches, method="mse", progress=False)
     parts = [{name: x[at : at + 4] for name, x in batch.items()} for batch in batches for at in (0, 4)]
-    qsdk.tune_ranges(sim, parts, progress=False)
+    qsdk.train.tune_ranges(sim, parts, progress=False)
 
 
 EIGHT_BITS: dict[str, Work] = {

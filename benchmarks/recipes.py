@@ -121,14 +121,14 @@ def main() -> None:
     heard = [{"input_ids": part} for part in tokens[8:].split(4)]
     more = heard + [{"input_ids": part} for part in zoo_text.told(teller, 32, 128, seed=1).split(4)]
     told = tokens[:8] if options.stories is None else zoo_text.told(teller, options.stories, 128, seed=2)
-    exact = qsdk.perplexity(model, told, batch_size=8)
+    exact = qsdk.analysis.perplexity(model, told, batch_size=8)
     print("| recipe | quantized | verbs | perplexity | over float |\n|---|---|---|---|---|")
     print(f"| float | | | {exact:.3f} | |", flush=True)
     kitchen = Kitchen(model, heard, more)
     for recipe in RECIPES:
         if names and recipe.name not in names:
             continue
-        value = qsdk.perplexity(kitchen.cooked(recipe.config, recipe.verbs), told, batch_size=8)
+        value = qsdk.analysis.perplexity(kitchen.cooked(recipe.config, recipe.verbs), told, batch_size=8)
         row = [recipe.name, recipe.quantized, ", ".join(recipe.verbs), f"{value:.3f}"]
         print(f"| {' | '.join(row)} | {100 * (value / exact - 1):+.1f} % |", flush=True)
         gc.collect()

@@ -49,7 +49,10 @@ def main(checkpoint: Path | None, out: Path, text: Path | None = None, length: i
         qsdk.gptq(sim, data, checkpoint=out / "solved")
         score = torch.cat(windows[-held_back:])
         float_model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        found = {"float": qsdk.perplexity(float_model, score), "quantized": qsdk.perplexity(sim, score)}
+        found = {
+            "float": qsdk.analysis.perplexity(float_model, score),
+            "quantized": qsdk.analysis.perplexity(sim, score),
+        }
         report = qsdk.export(sim, out / "model.onnx", external_data=True)
         if text is not None:
             AutoTokenizer.from_pretrained(folder).save_pretrained(out)

@@ -3,8 +3,8 @@
     pip install . tensorboard    # in a copy of the repository
     python examples/log_to_trackers.py && tensorboard --logdir runs
 
-A callback is a function of `(name, value, step)`. `qsdk.callbacks` passes it what the verbs measure; your own training
-loop calls it as well, with its loss, and a schedule with the scales that are learned.
+A callback is a function of `(name, value, step)`. `qsdk.train.callbacks` passes it what the verbs measure; your own
+training loop calls it as well, with its loss, and a schedule with the scales that are learned.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def main(log: Callback) -> qsdk.Report:
     batches = [torch.randn(32, 16) for _ in range(8)]
     targets = [model(x).detach() for x in batches]
 
-    with qsdk.callbacks(log):
+    with qsdk.train.callbacks(log):
         sim = qsdk.quantize(model, batches[0], qsdk.w4a8())
         qsdk.calibrate(sim, batches, progress=False)
         report = qsdk.adaround(sim, batches, progress=False)

@@ -9,21 +9,20 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
 
     enter       quantize quantize_checkpoint inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16
                 weight_only QuantConfig load_config
-    calibrate   calibrate tune_ranges reestimate_batch_norm
+    calibrate   calibrate reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
-    train       distill_loss Distilled freeze_ranges
-    watch       callbacks
-    decide      sensitivity advise mixed_precision autoquant perplexity next_token_agreement
-                error_by_position
+    train       distill_loss; in qsdk.train: callbacks Distilled freeze_ranges tune_ranges
+    decide      sensitivity mixed_precision autoquant; in qsdk.analysis: advise error_by_position
+                next_token_agreement perplexity profile
     export      export validate session
-    prove       check_parity compare profile report
+    prove       check_parity compare report
     integers    to_integer
     files       save load load_pretrained save_encodings load_encodings
                 convert_encodings apply_encodings
     classes     QuantSim OnnxSim Report Encoding
     dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
-                float32 float8e4m3fn float8e4m3fnuz float8e5m2 float8e5m2fnuz float8e8m0
-                float4e2m1 mxfp4 mxfp8 nvfp4, of the classes DType and BlockFormat
+                float32 float8e4m3fn float8e5m2 float4e2m1, of the class DType; in qsdk.dtypes:
+                BlockFormat float8e4m3fnuz float8e5m2fnuz float8e8m0 mxfp4 mxfp8 nvfp4
     errors      QsdkError, above ConfigError ModelError DataError CalibrationError
                 ExportError FileFormatError IntegerError
 
@@ -34,7 +33,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qsdk.core.aimet_config.load_config import load_config
-from qsdk.core.callbacks import callbacks
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.errors import (
     CalibrationError,
@@ -48,15 +46,11 @@ from qsdk.core.errors import (
 )
 from qsdk.core.missing_names import missing_name
 from qsdk.core.numerics.dtypes import (
-    BlockFormat,
     DType,
     bfloat16,
     float4e2m1,
     float8e4m3fn,
-    float8e4m3fnuz,
     float8e5m2,
-    float8e5m2fnuz,
-    float8e8m0,
     float16,
     float32,
     int2,
@@ -64,9 +58,6 @@ from qsdk.core.numerics.dtypes import (
     int8,
     int16,
     int32,
-    mxfp4,
-    mxfp8,
-    nvfp4,
     uint2,
     uint4,
     uint8,
@@ -76,11 +67,13 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk import analysis as analysis
     from qsdk import demo
+    from qsdk import dtypes as dtypes
+    from qsdk import train as train
     from qsdk.verbs.analysis.autoquant import autoquant
     from qsdk.verbs.analysis.compare import compare
-    from qsdk.verbs.analysis.precision import advise, mixed_precision
-    from qsdk.verbs.analysis.profile import profile
+    from qsdk.verbs.analysis.precision import mixed_precision
     from qsdk.verbs.analysis.report import report
     from qsdk.verbs.analysis.sensitivity import sensitivity
     from qsdk.verbs.apply import apply_encodings
@@ -88,7 +81,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.bias import correct_bias
     from qsdk.verbs.blocks import tune_blocks
     from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
-    from qsdk.verbs.distill import Distilled, distill_loss
+    from qsdk.verbs.distill import distill_loss
     from qsdk.verbs.doors.choose import OnnxSim, QuantSim
     from qsdk.verbs.doors.user_data import inputs_only
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
@@ -96,11 +89,8 @@ if TYPE_CHECKING:
     from qsdk.verbs.pretrained import load_pretrained
     from qsdk.verbs.qdq_files import session, validate
     from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
-    from qsdk.verbs.ranges import tune_ranges
     from qsdk.verbs.rotation.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
-    from qsdk.verbs.schedules import freeze_ranges
-    from qsdk.verbs.text.metrics import error_by_position, next_token_agreement, perplexity
 
 __version__ = "0.1.0"
 
@@ -132,22 +122,21 @@ _VERBS = {
     "smooth_quant": "scaling",
     "awq": "scaling",
     "rotate": "rotation.rotate",
-    "tune_ranges": "ranges",
-    "freeze_ranges": "schedules",
     "distill_loss": "distill",
-    "Distilled": "distill",
     "mixed_precision": "analysis.precision",
-    "advise": "analysis.precision",
-    "profile": "analysis.profile",
     "report": "analysis.report",
     "sensitivity": "analysis.sensitivity",
     "autoquant": "analysis.autoquant",
     "compare": "analysis.compare",
-    "perplexity": "text.metrics",
-    "next_token_agreement": "text.metrics",
-    "error_by_position": "text.metrics",
     "QuantSim": "doors.choose",
     "OnnxSim": "doors.choose",
+}
+
+#: what few need, by the module that has it
+_ELSEWHERE = {
+    "analysis": ("advise", "error_by_position", "next_token_agreement", "perplexity", "profile"),
+    "dtypes": ("BlockFormat", "float8e4m3fnuz", "float8e5m2fnuz", "float8e8m0", "mxfp4", "mxfp8", "nvfp4"),
+    "train": ("Distilled", "callbacks", "freeze_ranges", "tune_ranges"),
 }
 
 __all__ = [
@@ -157,7 +146,6 @@ __all__ = [
     "inputs_only",
     "seq_mse",
     "tune_blocks",
-    "tune_ranges",
     "adaround",
     "gptq",
     "correct_bias",
@@ -174,19 +162,11 @@ __all__ = [
     "apply_encodings",
     "load_encodings",
     "mixed_precision",
-    "advise",
-    "profile",
     "report",
     "sensitivity",
     "session",
     "autoquant",
-    "perplexity",
-    "next_token_agreement",
-    "error_by_position",
-    "freeze_ranges",
     "distill_loss",
-    "Distilled",
-    "callbacks",
     "save_encodings",
     "convert_encodings",
     "save",
@@ -202,7 +182,6 @@ __all__ = [
     "w4a8",
     "w4a16",
     "weight_only",
-    "BlockFormat",
     "DType",
     "Encoding",
     "Report",
@@ -216,14 +195,8 @@ __all__ = [
     "uint8",
     "uint16",
     "float8e4m3fn",
-    "float8e4m3fnuz",
     "float8e5m2",
-    "float8e5m2fnuz",
     "float4e2m1",
-    "float8e8m0",
-    "mxfp4",
-    "mxfp8",
-    "nvfp4",
     "float16",
     "bfloat16",
     "float32",
@@ -241,10 +214,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
         return getattr(import_module(f"qsdk.verbs.{_VERBS[name]}"), name)
-    if name == "demo":
-        return import_module("qsdk.demo")
-    raise AttributeError(missing_name(name, __all__))
+    if name == "demo" or name in _ELSEWHERE:
+        return import_module(f"qsdk.{name}")
+    moved = {name: f"{module}.{name}" for module, names in _ELSEWHERE.items() for name in names}
+    raise AttributeError(missing_name(name, __all__, moved))
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_ELSEWHERE])

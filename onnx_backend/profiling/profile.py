@@ -66,7 +66,7 @@ def require_runtime(runtime: str) -> None:
 
 
 def rows_of(model: ModelProto, found: Profile) -> Iterator[dict[str, Any]]:
-    """Yield a row per kernel, in the order in which they run: see `qsdk.profile`.
+    """Yield a row per kernel, in the order in which they run: see `qsdk.analysis.profile`.
 
     Args:
         model: that was profiled.

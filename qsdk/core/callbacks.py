@@ -38,7 +38,7 @@ def callbacks(*functions: Callback) -> Iterator[None]:
     Example:
         >>> import torch, qsdk
         >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), x := torch.randn(8, 4))
-        >>> with qsdk.callbacks(lambda name, value, step: print(step, name, value)):
+        >>> with qsdk.train.callbacks(lambda name, value, step: print(step, name, value)):
         ...     _ = qsdk.calibrate(sim, [x, x], progress=False)
         0 calibrate/moved_ranges 1.0
         1 calibrate/moved_ranges 0.0

@@ -1,7 +1,7 @@
 """What to write instead, for whoever types a name that qsdk, a sim or a module does not have."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 _FLOAT8 = 'qsdk.w8a8(symmetric_activations=True).override("*", weight="float8e4m3fn", activation="float8e4m3fn")'
@@ -11,7 +11,6 @@ TAKE_A_SIM = frozenset(
         "calibrate",
         "seq_mse",
         "tune_blocks",
-        "tune_ranges",
         "adaround",
         "gptq",
         "correct_bias",
@@ -24,7 +23,6 @@ TAKE_A_SIM = frozenset(
         "check_parity",
         "load_encodings",
         "mixed_precision",
-        "advise",
         "report",
         "sensitivity",
         "distill_loss",
@@ -48,13 +46,16 @@ def quantizers_of(name: str, path: str) -> str:
     )
 
 
-def missing_name(name: str, known: Iterable[str]) -> str:
-    """Return the text of the AttributeError for a name that qsdk does not have."""
+def missing_name(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    """Return the text of the error for a name that qsdk does not have; `elsewhere`: name -> place in its modules."""
     if other_widths(name):
         return f"qsdk has no preset {name}; {other_widths(name)}"
-    spelled = {candidate.replace("_", "").lower(): candidate for candidate in known}
+    places = {**{one: one for one in known}, **elsewhere}
+    spelled = {candidate.replace("_", "").lower(): place for candidate, place in places.items()}
     near = get_close_matches(name.replace("_", "").lower(), spelled, n=1, cutoff=0.75)
-    if near:
+    if name in elsewhere:
+        remedy = f"it is qsdk.{elsewhere[name]}"
+    elif near:
         remedy = f"did you mean qsdk.{spelled[near[0]]}?"
     else:
         remedy = "help(qsdk) lists its names by task, docs/coming_from those of other tools with their counterparts"

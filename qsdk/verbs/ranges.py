@@ -67,7 +67,7 @@ def tune_ranges(
         >>> import torch, qsdk
         >>> x = torch.randn(64, 8)
         >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
-        >>> qsdk.tune_ranges(sim, [x], steps=5, progress=False).summary["steps"]
+        >>> qsdk.train.tune_ranges(sim, [x], steps=5, progress=False).summary["steps"]
         5
     """
     sim = module_sim(sim, "tune_ranges", "choose another method of calibrate here")

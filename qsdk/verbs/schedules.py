@@ -33,7 +33,7 @@ def freeze_ranges(after: int, match: str = "*", *, until: int | None = None) -> 
         >>> import torch, qsdk
         >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x := torch.randn(64, 8))
         >>> _ = qsdk.calibrate(sim, [x], progress=False)
-        >>> with sim.training(learn_scales=True, schedules=[qsdk.freeze_ranges(after=100)]) as model:
+        >>> with sim.training(learn_scales=True, schedules=[qsdk.train.freeze_ranges(after=100)]) as model:
         ...     _ = model(x)  # the loop of your training
     """
     if after < 0 or (until is not None and until <= after):

@@ -41,7 +41,9 @@ def test_every_report_names_a_layer_alike(names: tuple[str, str]):
     assert len(set(covered)) == 2
     ranked = {row["layer"] for row in qsdk.sensitivity(sim, [x], progress=False).rows if row["kind"] == "weights"}
     assert ranked == set(covered)
-    timed = [row for row in qsdk.profile(sim, threads=1, repeats=1, progress=False).rows if "Conv" in row["op_type"]]
+    timed = [
+        row for row in qsdk.analysis.profile(sim, threads=1, repeats=1, progress=False).rows if "Conv" in row["op_type"]
+    ]
     assert sorted(row["layer"] for row in timed) == sorted(covered)
     if all(names):
         assert all(

@@ -339,7 +339,7 @@ def test_clipped_values_are_counted_and_marked(tmp_path):
 
 
 def test_milliseconds_come_from_a_profile(sim, tmp_path):
-    profile = qsdk.profile(sim, threads=1, repeats=2, progress=False)
+    profile = qsdk.analysis.profile(sim, threads=1, repeats=2, progress=False)
     report = qsdk.report(sim, tmp_path / "page.html", profile=profile, progress=False)
     stem = sum(row["ms"] for row in profile.rows if row["layer"] == "stem.0")
     assert {row["layer"]: row["ms"] for row in report.rows}["stem.0"] == pytest.approx(stem)

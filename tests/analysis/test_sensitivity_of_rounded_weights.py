@@ -85,7 +85,7 @@ def test_a_shifted_bias_is_no_part_of_the_float_model(model, x, door):
 def test_searches_say_it_too(model, x):
     sim, data, true_sqnr = calibrated(model, x, "torch")
     qsdk.adaround(sim, data, progress=False)
-    assert qsdk.advise(sim, data, progress=False).summary["rounded"] == ["0:weight", "2:weight"]
+    assert qsdk.analysis.advise(sim, data, progress=False).summary["rounded"] == ["0:weight", "2:weight"]
     searched = qsdk.mixed_precision(sim, data, true_sqnr, max_drop=math.inf, progress=False)
     assert searched.summary["rounded"] == ["0:weight", "2:weight"]
 

@@ -21,7 +21,6 @@ WITH_DATA = (
     "smooth_quant",
     "awq",
     "equalize",
-    "tune_ranges",
 )
 Keys = tuple[set[str], set[str]]
 
@@ -45,7 +44,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], qsdk.Re
     sim, folder = qsdk.quantize(model, X, qsdk.w4a8()), tmp_path_factory.mktemp("reports")
     done = {"calibrate": qsdk.calibrate(sim, [X], progress=False), "sim.coverage": sim.coverage()}
     exported(sim, folder, done)
-    done["error_by_position"] = qsdk.error_by_position(
+    done["tune_ranges"] = qsdk.train.tune_ranges(sim, [X], steps=2, progress=False)
+    done["error_by_position"] = qsdk.analysis.error_by_position(
         lambda ids: torch.eye(4)[ids], lambda ids: -torch.eye(4)[ids], [0, 1, 2]
     )
 
@@ -61,7 +61,7 @@ def exported(sim: qsdk.QuantSim, folder: Path, done: dict[str, qsdk.Report]) -> 
     path = folder / "model.onnx"
     done["export"] = qsdk.export(sim, path)
     done["check_parity"] = qsdk.check_parity(sim, path, [X], progress=False)
-    done["profile"] = qsdk.profile(path, progress=False)
+    done["profile"] = qsdk.analysis.profile(path, progress=False)
     done["report"] = qsdk.report(path, folder / "page.html", progress=False)
     done["validate"] = qsdk.validate(path)
     done["to_integer"] = qsdk.to_integer(path, folder / "integer.onnx", progress=False)

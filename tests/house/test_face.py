@@ -20,6 +20,8 @@ def test_the_first_screen_of_help_groups_every_name():
     words = set(re.findall(r"\w+", qsdk.__doc__))
     assert [name for name in qsdk.__all__ if name not in words] == []
     assert [name for name in qsdk.__all__ if not hasattr(qsdk, name)] == []
+    for module in (qsdk.analysis, qsdk.dtypes, qsdk.train):
+        assert [name for name in module.__all__ if name not in words] == []
 
 
 def test_a_name_in_another_spelling_is_recognised():
@@ -32,6 +34,10 @@ def test_a_name_in_another_spelling_is_recognised():
         match=r"^module 'qsdk' has no attribute 'nothing'; help\(qsdk\) .*docs/coming_from those of",
     ):
         _ = qsdk.nothing
+    for module in (qsdk.analysis, qsdk.dtypes, qsdk.train):
+        for name in module.__all__:
+            with pytest.raises(AttributeError, match=rf"it is {module.__name__}\.{name}$"):
+                getattr(qsdk, name)
 
 
 def test_a_config_shows_what_became_of_a_foreign_file():
@@ -52,22 +58,28 @@ def test_the_demo_network_knows_its_images():
 
 def test_the_reference_has_every_function_and_class():
     pages = (Path(__file__).parents[2] / "docs" / "reference").glob("*.md")
-    shown = set(re.findall(r"^::: qsdk\.(\w+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE))
-    assert shown <= set(qsdk.__all__)
-    dtypes = {name for name in qsdk.__all__ if isinstance(getattr(qsdk, name), qsdk.DType | qsdk.BlockFormat)}
-    assert set(qsdk.__all__) - dtypes - {"demo"} == shown
+    shown = set(re.findall(r"^::: qsdk\.([\w.]+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE))
+    dtypes = {name for name, value in public().items() if isinstance(value, qsdk.DType | qsdk.dtypes.BlockFormat)}
+    assert set(public()) - dtypes - {"demo"} == shown
+
+
+def public() -> dict[str, Any]:
+    """Return what users may call, by its name behind `qsdk.`."""
+    own = {name: getattr(qsdk, name) for name in qsdk.__all__}
+    modules = {"analysis": qsdk.analysis, "dtypes": qsdk.dtypes, "train": qsdk.train}
+    return own | {f"{at}.{name}": getattr(module, name) for at, module in modules.items() for name in module.__all__}
 
 
 def functions_and_classes() -> list[str]:
     """Return the names of the face that can have an example: all but dtypes, the demo and the errors."""
-    named = {name: getattr(qsdk, name) for name in qsdk.__all__}
+    named = public()
     made = {name: thing for name, thing in named.items() if inspect.isfunction(thing) or inspect.isclass(thing)}
     return [name for name, thing in made.items() if not (inspect.isclass(thing) and issubclass(thing, Exception))]
 
 
 @pytest.mark.parametrize("name", functions_and_classes())
 def test_a_name_of_the_face_has_an_example_that_runs(name: str, request: pytest.FixtureRequest):
-    thing = inspect.unwrap(getattr(qsdk, name))
+    thing = inspect.unwrap(public()[name])
     found = doctest.DocTestParser().get_examples(thing.__doc__ or "")
     assert found, f"help(qsdk.{name}) shows no example: give its docstring one"
     assert not any(doctest.SKIP in one.options for one in found)

@@ -41,7 +41,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, list[An
 @pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
 def test_calibrating_logs_which_share_of_the_ranges_each_batch_moved(opened: tuple[Any, list[Any]]):
     sim, data = opened
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         qsdk.calibrate(sim, [data[0], data[0], 2 * data[0], 0 * data[0]], progress=False)
     first, same, wider, inside = log.values("calibrate/moved_ranges")
     assert (first, same, inside) == (1.0, 0.0, 0.0)
@@ -54,7 +54,7 @@ def test_calibrating_logs_which_share_of_the_ranges_each_batch_moved(opened: tup
 def test_a_layer_solver_logs_the_errors_of_its_report(verb: str, opened: tuple[Any, list[Any]]):
     sim, data = opened
     qsdk.calibrate(sim, data, progress=False)
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         report = getattr(qsdk, verb)(sim, data, progress=False)
     for name in ("error_before", "error_after"):
         assert log.values(f"{verb}/{name}") == [row[name] for row in report.rows]
@@ -72,7 +72,7 @@ def test_a_search_logs_every_value_of_the_metric(opened: tuple[Any, list[Any]]):
         seen.append(-float(np.abs(np.asarray(sim.run(data[0])[0].tolist())).max()))
         return seen[-1]
 
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         report = qsdk.mixed_precision(sim, data, metric, max_drop=0.01, progress=False)
     assert log.values("metric") == seen
     assert len(seen) == report.summary["evaluations"] > 1
@@ -92,7 +92,7 @@ def test_autoquant_logs_the_metric_of_each_step_and_what_its_verbs_log():
         sim_of_metric.append(sim)
         return 1.0 if len(sim_of_metric) == 1 else 0.0  # the float model; nothing else reaches it
 
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         report = qsdk.autoquant(model, DATA[0], DATA, metric, max_drop=0.5, config=qsdk.w4a8(), progress=False)
     assert log.values("metric")[0] == 1.0
     assert log.values("autoquant/metric") == [row["metric"] for row in report.rows if row["bytes"] is not None]
@@ -102,9 +102,9 @@ def test_autoquant_logs_the_metric_of_each_step_and_what_its_verbs_log():
 
 @pytest.mark.slow
 def test_tuning_logs_errors_by_block_and_by_step():
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         blocks = qsdk.tune_blocks(calibrated(), DATA, iterations=3, progress=False)
-        qsdk.tune_ranges(calibrated(), DATA, steps=4, progress=False)
+        qsdk.train.tune_ranges(calibrated(), DATA, steps=4, progress=False)
     assert log.values("tune_blocks/error_before") == [row["error_before"] for row in blocks.rows]
     assert log.values("tune_blocks/error_after") == [row["error_after"] for row in blocks.rows]
     losses = log.values("tune_blocks/loss")
@@ -115,7 +115,7 @@ def test_tuning_logs_errors_by_block_and_by_step():
 
 def test_steps_count_on_from_verb_to_verb_and_nothing_is_logged_outside_of_the_block():
     sim = calibrated()
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         qsdk.calibrate(sim, DATA, progress=False)
         qsdk.calibrate(sim, DATA, progress=False)
     assert len(log.values("calibrate/moved_ranges")) == 6
@@ -125,9 +125,9 @@ def test_steps_count_on_from_verb_to_verb_and_nothing_is_logged_outside_of_the_b
 
 def test_blocks_inside_one_another_all_get_the_numbers_each_with_its_own_steps():
     sim, outer, inner, second = calibrated(), Log(), Log(), Log()
-    with qsdk.callbacks(outer):
+    with qsdk.train.callbacks(outer):
         qsdk.calibrate(sim, DATA, progress=False)
-        with qsdk.callbacks(inner, second):
+        with qsdk.train.callbacks(inner, second):
             qsdk.calibrate(sim, DATA, progress=False)
     assert len(outer.values("calibrate/moved_ranges")) == 6
     assert inner == second
@@ -143,9 +143,9 @@ def test_an_error_of_a_callback_ends_the_verb_and_leaves_the_sim():
         if name == "seq_mse/error_after" and step == 1:
             raise ConnectionError("the tracker is gone")
 
-    with pytest.raises(ConnectionError, match="the tracker is gone"), qsdk.callbacks(broken):
+    with pytest.raises(ConnectionError, match="the tracker is gone"), qsdk.train.callbacks(broken):
         qsdk.seq_mse(sim, DATA, progress=False)
     assert sim.encodings == before
-    with qsdk.callbacks(log := Log()):
+    with qsdk.train.callbacks(log := Log()):
         qsdk.calibrate(sim, DATA, progress=False)
     assert len(log) == 3

@@ -80,7 +80,7 @@ def test_a_file_that_ends_the_process_of_a_session_is_refused_and_the_old_one_st
     assert [(row["node"], row["rule"]) for row in rows] == [("layer", "default_session")]
     assert "ends its process" in rows[0]["problem"]
     with pytest.raises(ModelError, match="ends its process"):
-        qsdk.profile(tmp_path / "new.onnx", repeats=1, shapes={"x": (2, 4, 8)}, progress=False)
+        qsdk.analysis.profile(tmp_path / "new.onnx", repeats=1, shapes={"x": (2, 4, 8)}, progress=False)
 
 
 def test_a_file_that_does_not_load_is_refused_with_the_words_of_the_runtime(tmp_path, monkeypatch):

@@ -17,12 +17,12 @@ VERBS = {
     "smooth_quant": lambda sim, data: qsdk.smooth_quant(sim, data, progress=False),
     "awq": lambda sim, data: qsdk.awq(sim, data, grid=2, progress=False),
     "correct_bias": lambda sim, data: qsdk.correct_bias(sim, data, progress=False),
-    "advise": lambda sim, data: qsdk.advise(sim, data, progress=False),
+    "advise": lambda sim, data: qsdk.analysis.advise(sim, data, progress=False),
     "mixed_precision": lambda sim, data: qsdk.mixed_precision(sim, data, lambda s: 1.0, max_drop=1.0, progress=False),
 }
 MODULES = {
     "tune_blocks": lambda sim, data: qsdk.tune_blocks(sim, data, iterations=1, progress=False),
-    "tune_ranges": lambda sim, data: qsdk.tune_ranges(sim, data, steps=1, progress=False),
+    "tune_ranges": lambda sim, data: qsdk.train.tune_ranges(sim, data, steps=1, progress=False),
     "reestimate_batch_norm": lambda sim, data: qsdk.reestimate_batch_norm(sim, data, progress=False),
 }
 

@@ -51,7 +51,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 def profiled(model: Any, **options: Any) -> qsdk.Report:
     if options.get("runtime") == "openvino":
         pytest.importorskip("openvino", reason="openvino has no wheel for this system")
-    return qsdk.profile(model, **{**FAST, **options})
+    return qsdk.analysis.profile(model, **{**FAST, **options})
 
 
 def nodes_of(report: qsdk.Report) -> list[str]:
@@ -245,7 +245,7 @@ def test_open_sizes_are_asked_for():
 def test_wrong_options(demo: Demo, options: dict[str, Any], match: str):
     for model in (demo.files["qdq"], demo.sim):
         with pytest.raises(ConfigError, match=match):
-            qsdk.profile(model, **{**FAST, **options})
+            qsdk.analysis.profile(model, **{**FAST, **options})
 
 
 def test_wrong_input(demo: Demo, tmp_path: Path):

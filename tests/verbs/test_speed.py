@@ -113,9 +113,9 @@ def test_findings_of_a_kind_are_one_row_with_the_ops_and_a_count(tmp_path):
 def test_a_profile_has_the_cures_with_their_milliseconds(tmp_path):
     model, x = net("norms")
     exported(model, x, qsdk.w8a8(), tmp_path / "m.onnx")
-    (row,) = qsdk.profile(tmp_path / "m.onnx", repeats=2, progress=False).summary["cures"]
+    (row,) = qsdk.analysis.profile(tmp_path / "m.onnx", repeats=2, progress=False).summary["cures"]
     assert "1:output (" in row["finding"]
     assert row["cure"].endswith(f"qsdk.w8a8().{ONNXRUNTIME}")
     assert row["ms"] > 0
     exported(model, x, qsdk.w8a8().for_dialect("onnxruntime"), tmp_path / "m.onnx")
-    assert "cures" not in qsdk.profile(tmp_path / "m.onnx", repeats=2, progress=False).summary
+    assert "cures" not in qsdk.analysis.profile(tmp_path / "m.onnx", repeats=2, progress=False).summary

@@ -203,7 +203,7 @@ class QuantConfig:
             per_channel_activations: True for transformers whose residual sums have outlier channels.
             two_level_scales: True to store block scales as small integers times one scale per channel (LPBQ).
             fixed_range: `(low, high)` known beforehand; "observed" to calibrate ops such as Softmax too.
-            tie: False gives each part of a Concat its own scale, True one to all; see `qsdk.advise`.
+            tie: False gives each part of a Concat its own scale, True one to all; see `qsdk.analysis.advise`.
             supergroup: False quantizes the members one by one, where a runtime does not fuse them.
             scale_bits: digits of scales: 1 for powers of two, where a chip rescales by shifts.
             optional: the rule may match nothing, and keeps no BatchNorm from being folded.

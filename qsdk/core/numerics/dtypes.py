@@ -111,7 +111,8 @@ class BlockFormat:
         scale_dtype: the type that holds the scales.
 
     Examples:
-        >>> from qsdk import mxfp4, weight_only
+        >>> from qsdk import weight_only
+        >>> from qsdk.dtypes import mxfp4
         >>> mxfp4.dtype, mxfp4.block_size, weight_only(mxfp4).weight
         (float4e2m1, 32, mxfp4)
     """

@@ -98,6 +98,7 @@ def no_time_gained(ms: float, float_ms: float) -> list[str]:
     if ms <= (1.0 - TOLERANCE) * float_ms:
         return []
     return [
-        f"a run takes {ms:.3g} ms, and {float_ms:.3g} ms in float: integers gain no time here; qsdk.profile(sim) says "
-        "what takes it, and its cures what would help; else keep the float model, or fewer bytes with weight_only"
+        f"a run takes {ms:.3g} ms, and {float_ms:.3g} ms in float: integers gain no time here; "
+        "qsdk.analysis.profile(sim) says what takes it, and its cures what would help; else keep the float model, or "
+        "fewer bytes with weight_only"
     ]

@@ -48,7 +48,7 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
         >>> import torch, qsdk
         >>> x = torch.randn(64, 8)
         >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
-        >>> qsdk.advise(sim, [x], progress=False).summary["ranking"][0]["kind"]
+        >>> qsdk.analysis.advise(sim, [x], progress=False).summary["ranking"][0]["kind"]
         'weights'
     """
     samples, noise, facts = _ranked(sim, data, forward, progress)

@@ -68,7 +68,7 @@ def profile(
         >>> import torch, qsdk
         >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(8, 4))
         >>> _ = qsdk.calibrate(sim, [torch.randn(8, 4)], progress=False)
-        >>> report = qsdk.profile(sim, threads=1, progress=False)
+        >>> report = qsdk.analysis.profile(sim, threads=1, progress=False)
         >>> sorted({row["layer"] for row in report.rows})
         ['input', 'self']
     """

@@ -66,7 +66,7 @@ def report(
         float_model: the float ONNX file behind one with Q/DQ, to compare its outputs and weights with.
         against: another sim or file to compare with, on the same data.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        profile: the result of `qsdk.profile`, for the milliseconds of each layer; True to measure it here.
+        profile: the result of `qsdk.analysis.profile`, for the milliseconds of each layer; True to measure it here.
         progress: show progress bars.
 
     Returns:

@@ -35,7 +35,7 @@ def perplexity(
     tokens; each token counts once, in the first window that holds it, with at least `window - stride` tokens before it
     (Hugging Face's "Perplexity of fixed-length models"). Without a stride, windows follow one another, as papers on
     quantization have it, and the first token of each does not count. It may serve as a metric, where larger is better,
-    with its sign changed: `metric=lambda sim: -qsdk.perplexity(sim, tokens)`.
+    with its sign changed: `metric=lambda sim: -qsdk.analysis.perplexity(sim, tokens)`.
 
     Args:
         model: a module that gives logits, one of transformers among them; a sim of either side; or a function of ids.
@@ -56,7 +56,7 @@ def perplexity(
         >>> import torch, qsdk
         >>> def fair_coin(ids):
         ...     return torch.zeros(*ids.shape, 2)
-        >>> round(qsdk.perplexity(fair_coin, [[0, 1, 1, 0], [1, 0]]), 6)
+        >>> round(qsdk.analysis.perplexity(fair_coin, [[0, 1, 1, 0], [1, 0]]), 6)
         2.0
     """
     total, count = 0.0, 0
@@ -90,7 +90,7 @@ def next_token_agreement(
 
     `mean(argmax(logits of one) == argmax(logits of other))` over every token of every text, with at least
     `window - stride` tokens before it where that many are there. It takes no labels, and may serve as a metric:
-    `metric=lambda sim: qsdk.next_token_agreement(sim, model, tokens)`.
+    `metric=lambda sim: qsdk.analysis.next_token_agreement(sim, model, tokens)`.
 
     Args:
         one: a module, a sim of either side, or a function of ids.
@@ -110,7 +110,8 @@ def next_token_agreement(
     Examples:
         >>> import torch, qsdk
         >>> table = torch.eye(4)
-        >>> qsdk.next_token_agreement(lambda ids: table[ids], lambda ids: table[ids.clamp(max=2)], [0, 1, 2, 3])
+        >>> clamped = lambda ids: table[ids.clamp(max=2)]
+        >>> qsdk.analysis.next_token_agreement(lambda ids: table[ids], clamped, [0, 1, 2, 3])
         0.75
     """
     same, count = 0, 0
@@ -160,7 +161,8 @@ def error_by_position(
         >>> import torch, qsdk
         >>> table = torch.eye(8)
         >>> late = lambda ids: table[ids] * torch.linspace(1.0, 1.5, 6)[:, None]
-        >>> [row["positions"] for row in qsdk.error_by_position(late, lambda ids: table[ids], [1, 2, 3, 4, 5, 6]).rows]
+        >>> report = qsdk.analysis.error_by_position(late, lambda ids: table[ids], [1, 2, 3, 4, 5, 6])
+        >>> [row["positions"] for row in report.rows]
         ['0', '1', '2 to 3', '4 to 5']
     """
     longest = one.methods.longest if isinstance(one, StatefulSim) else 0
@@ -209,7 +211,8 @@ def _windows(
     if known and longest > min(known):
         warnings.warn(
             f"the sim was calibrated on texts of up to {min(known)} tokens and reads {longest} here: what it makes of "
-            "later ones may be further off (qsdk.error_by_position shows it); calibrate with texts of that length",
+            "later ones may be further off (qsdk.analysis.error_by_position shows it); "
+            "calibrate with texts of that length",
             stacklevel=3,
         )
     return iter(over_batches(found, "tokens", progress))

@@ -224,13 +224,13 @@ def test_advice_names_the_small_half_and_its_remedy_helps():
     config = qsdk.w8a8()
     sim = qsdk.quantize(model, IMAGES, config)
     qsdk.calibrate(sim, [IMAGES], progress=False)
-    report = qsdk.advise(sim, [IMAGES], progress=False)
+    report = qsdk.analysis.advise(sim, [IMAGES], progress=False)
     (row,) = [row for row in report.rows if row["site"] == "small:output"]
     untied = qsdk.quantize(model, IMAGES, eval(row["remedy"], {"config": config}))
     qsdk.calibrate(untied, [IMAGES], progress=False)
     assert (sim.encodings["small:output"].dtype, untied.encodings["small:output"].dtype) == (uint8, uint8)
     assert untied.encodings["small:output"].scale[0] < 0.1 * sim.encodings["small:output"].scale[0]
-    assert not [r for r in qsdk.advise(untied, [IMAGES], progress=False).rows if r["site"] == "small:output"]
+    assert not [r for r in qsdk.analysis.advise(untied, [IMAGES], progress=False).rows if r["site"] == "small:output"]
 
 
 def raised_weights(sim) -> set[str]:

@@ -11,7 +11,8 @@ from islands import batches, everything, onnx_model, outputs, sim_at
 from stored_values import stored_bytes
 from torch import nn
 
-from qsdk import ModelError, advise, calibrate, check_parity, export, mixed_precision, quantize, w8a8
+import qsdk
+from qsdk import ModelError, calibrate, check_parity, export, mixed_precision, quantize, w8a8
 from qsdk.core.sims.state import put_back_on_error
 
 both = pytest.mark.parametrize("door", ["torch", "onnx"])
@@ -187,7 +188,7 @@ def test_looking_for_sensitive_sites_leaves_the_sim_bit_for_bit(door):
     sim = sim_at(door)
     sim.freeze("conv1")
     before, stored, given, random = everything(sim), stored_bytes(sim), outputs(sim), torch.get_rng_state()
-    advise(sim, batches(door), progress=False)
+    qsdk.analysis.advise(sim, batches(door), progress=False)
     mixed = sim.snapshot(weights=True)
     report = mixed_precision(
         sim, batches(door), lambda s: -float(np.abs(outputs(s) - given).max()), max_drop=np.inf, progress=False

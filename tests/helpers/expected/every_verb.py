@@ -68,7 +68,7 @@ SCALINGS: dict[str, Verb] = {
 NORMS: dict[str, Verb] = {"reestimate_batch_norm": qsdk.reestimate_batch_norm}
 GRADIENTS: dict[str, Verb] = {
     "tune_blocks": lambda sim, data, **k: qsdk.tune_blocks(sim, data, iterations=3, batch_size=4, **k),
-    "tune_ranges": lambda sim, data, **k: qsdk.tune_ranges(sim, data, steps=3, **k),
+    "tune_ranges": lambda sim, data, **k: qsdk.train.tune_ranges(sim, data, steps=3, **k),
 }
 VERBS = {**LAYERS, **BIASES, **SCALINGS, **NORMS, **GRADIENTS}
 

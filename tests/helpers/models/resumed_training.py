@@ -39,7 +39,7 @@ def sim_of(*, calibrated: bool = True) -> Any:
 
 
 def block(sim: Any) -> Any:
-    schedules = [qsdk.freeze_ranges(0, "activations", until=2), qsdk.freeze_ranges(6, "weights")]
+    schedules = [qsdk.train.freeze_ranges(0, "activations", until=2), qsdk.train.freeze_ranges(6, "weights")]
     return sim.training(learn_scales=True, learn_zero_points=True, schedules=schedules)
 
 

@@ -296,9 +296,13 @@ def test_a_tampered_block_scale_is_written_as_float32():
 
 
 def test_a_format_is_asked_for_like_a_dtype():
-    _, _, plan, _ = prepared(linears(96, 24), QuantConfig(int8, float32).override("first", weight=qsdk.mxfp4))
+    _, _, plan, _ = prepared(linears(96, 24), QuantConfig(int8, float32).override("first", weight="mxfp4"))
     first, second = (plan.decisions[f"{layer}:weight"].spec for layer in ("first", "second"))
-    assert (first.dtype, first.granularity, first.scale_dtype) == (qsdk.float4e2m1, PerBlock(1, 32), qsdk.float8e8m0)
+    assert (first.dtype, first.granularity, first.scale_dtype) == (
+        qsdk.float4e2m1,
+        PerBlock(1, 32),
+        qsdk.dtypes.float8e8m0,
+    )
     assert (second.dtype, second.scale_dtype) == (int8, None)
     _, _, plan, _ = prepared(linears(96, 24), weight_only("mxfp4").override("first", weight="int8"))
     assert plan.decisions["first:weight"].spec.scale_dtype is None

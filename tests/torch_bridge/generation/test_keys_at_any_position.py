@@ -106,11 +106,11 @@ def test_reports_know_the_length_of_the_longest_text_and_longer_ones_are_warned_
     for one in (sim, other, qsdk.load(tmp_path / "sim.qsdk", model)):
         assert one.coverage().summary["calibrated_length"] == 7
     assert qsdk.export(sim, tmp_path / "m.onnx").summary["calibrated_length"] == 7
-    qsdk.perplexity(sim, texts[1])
+    qsdk.analysis.perplexity(sim, texts[1])
     longer = torch.randint(0, 16, (3, 12))
     with pytest.warns(UserWarning, match="calibrated on texts of up to 7 tokens and reads 12 here.*error_by_position"):
-        qsdk.perplexity(sim, longer)
-    rows = qsdk.error_by_position(sim, model, longer).rows
+        qsdk.analysis.perplexity(sim, longer)
+    rows = qsdk.analysis.error_by_position(sim, model, longer).rows
     parts = [("0", True), ("1", True), ("2 to 3", True), ("4 to 6", True), ("7", False), ("8 to 11", False)]
     assert [(row["positions"], row["calibrated"]) for row in rows] == parts
     assert min(row["sqnr_db"] for row in rows[-2:]) > min(row["sqnr_db"] for row in rows[:-2]) - 3

@@ -64,8 +64,8 @@ def assert_in_order(sim: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: qsdk.freeze_ranges(3, until=3), "holds nothing"),
-        (lambda: qsdk.freeze_ranges(0, "nowhere"), r"freeze_ranges\('nowhere'\) matches no owner"),
+        (lambda: qsdk.train.freeze_ranges(3, until=3), "holds nothing"),
+        (lambda: qsdk.train.freeze_ranges(0, "nowhere"), r"freeze_ranges\('nowhere'\) matches no owner"),
     ],
 )
 def test_bad_schedules_are_refused_and_leave_the_sim_as_it_was(make: Any, message: str):
@@ -79,7 +79,7 @@ def test_bad_schedules_are_refused_and_leave_the_sim_as_it_was(make: Any, messag
 
 def test_outside_a_training_block_schedules_are_refused():
     with pytest.raises(ConfigError, match=r"use it inside sim.training\(\)"):
-        qsdk.freeze_ranges(0)(sim_of(), 0)
+        qsdk.train.freeze_ranges(0)(sim_of(), 0)
 
 
 # holding
@@ -87,7 +87,7 @@ def test_outside_a_training_block_schedules_are_refused():
 
 def test_held_ranges_do_not_move_while_the_others_do():
     sim = sim_of()
-    schedules = [qsdk.freeze_ranges(2, "activations"), qsdk.freeze_ranges(0, "weights", until=2)]
+    schedules = [qsdk.train.freeze_ranges(2, "activations"), qsdk.train.freeze_ranges(0, "weights", until=2)]
     with sim.training(learn_scales=True, schedules=schedules) as model:
         optimizer = sgd(sim, lr=0.0, scale_lr=50.0)  # momentum goes on without a gradient
         for number in range(5):
@@ -106,7 +106,7 @@ def test_schedules_are_plain_callables_for_ones_own_loop():
     given, own = sim_of("w4a8"), sim_of("w4a8")
 
     def schedules() -> list[Any]:
-        return [qsdk.freeze_ranges(1, "weights", until=3), qsdk.freeze_ranges(4)]
+        return [qsdk.train.freeze_ranges(1, "weights", until=3), qsdk.train.freeze_ranges(4)]
 
     with given.training(learn_scales=True, schedules=schedules()) as model:
         optimizer = sgd(given)
@@ -136,7 +136,7 @@ def test_a_lambda_is_a_schedule_and_its_error_comes_through():
             raise ZeroDivisionError("mine")
 
     sim = sim_of("w4a8")
-    block = sim.training(learn_scales=True, schedules=[qsdk.freeze_ranges(0, "weights"), failing])
+    block = sim.training(learn_scales=True, schedules=[qsdk.train.freeze_ranges(0, "weights"), failing])
     taken = []
 
     def train() -> None:
@@ -155,7 +155,7 @@ def test_a_lambda_is_a_schedule_and_its_error_comes_through():
 
 def test_a_copy_in_the_middle_is_independent():
     sim = sim_of("w4a8")
-    with sim.training(learn_scales=True, schedules=[qsdk.freeze_ranges(1, "weights")]) as model:
+    with sim.training(learn_scales=True, schedules=[qsdk.train.freeze_ranges(1, "weights")]) as model:
         optimizer = sgd(sim)
         step(model, optimizer, batch())
         average, kept = copy.deepcopy(model), copy.deepcopy(sim)

@@ -70,7 +70,7 @@ def state(sim):
 @pytest.mark.slow
 def test_outliers_before_a_norm_are_cut_off(sim, model):
     before = error(sim, model)
-    report = qsdk.tune_ranges(sim, batches(), steps=40, progress=False)
+    report = qsdk.train.tune_ranges(sim, batches(), steps=40, progress=False)
     assert error(sim, model) < 0.5 * before
     summary = report.to_dict()["summary"]
     assert summary["kept"]
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_ranges(sim):
     found = []
     for _ in range(2):
         qsdk.calibrate(sim, batches(), progress=False)
-        qsdk.tune_ranges(sim, batches(), steps=5, progress=False, seed=3)
+        qsdk.train.tune_ranges(sim, batches(), steps=5, progress=False, seed=3)
         found.append(state(sim))
     assert found[0] == found[1]
 
@@ -95,7 +95,7 @@ def test_only_ranges_of_activations_change(sim):
     weights = copy.deepcopy(sim.model.state_dict())
     sim.freeze("norm*")
     before = state(sim)
-    qsdk.tune_ranges(sim, batches(), steps=5, progress=False)
+    qsdk.train.tune_ranges(sim, batches(), steps=5, progress=False)
     after = state(sim)
     changed = {site for site in before if before[site] != after[site]}
     assert "layer:output" in changed
@@ -113,7 +113,7 @@ def test_only_ranges_of_activations_change(sim):
 
 def test_learned_ranges_that_are_no_better_are_discarded(sim):
     before = state(sim)
-    report = qsdk.tune_ranges(sim, batches(), steps=2, lr=40.0, progress=False)
+    report = qsdk.train.tune_ranges(sim, batches(), steps=2, lr=40.0, progress=False)
     assert not report.to_dict()["summary"]["kept"]
     assert state(sim) == before
 
@@ -133,28 +133,28 @@ def test_an_interrupted_run_changes_nothing(sim, raised):
         return model(batch)
 
     with pytest.raises(raised):
-        qsdk.tune_ranges(sim, batches(), steps=20, forward=forward, progress=False)
+        qsdk.train.tune_ranges(sim, batches(), steps=20, forward=forward, progress=False)
     assert state(sim) == before
     assert all(parameter.requires_grad for parameter in sim.model.parameters())
 
 
 def test_refusals(sim, model):
     with pytest.raises(ConfigError, match="steps=0 must be 1 at least"):
-        qsdk.tune_ranges(sim, batches(), steps=0)
+        qsdk.train.tune_ranges(sim, batches(), steps=0)
     with pytest.raises(ConfigError, match=r"lr=0 positive"):
-        qsdk.tune_ranges(sim, batches(), lr=0)
+        qsdk.train.tune_ranges(sim, batches(), lr=0)
     with pytest.raises(DataError, match="the data holds no batch"):
-        qsdk.tune_ranges(sim, [], progress=False)
+        qsdk.train.tune_ranges(sim, [], progress=False)
     with pytest.raises(CalibrationError, match=r"call qsdk\.calibrate\(sim, batches\) first"):
-        qsdk.tune_ranges(qsdk.quantize(model, batches(1)[0], qsdk.w8a8()), batches())
+        qsdk.train.tune_ranges(qsdk.quantize(model, batches(1)[0], qsdk.w8a8()), batches())
     sim.freeze("*")
     with pytest.raises(CalibrationError, match="no activation has a range that may be learned"):
-        qsdk.tune_ranges(sim, batches(), progress=False)
+        qsdk.train.tune_ranges(sim, batches(), progress=False)
 
 
 def test_an_onnx_model_has_no_gradients():
     with pytest.raises(ModelError, match="tune_ranges needs gradients, which an ONNX model has not"):
-        qsdk.tune_ranges(qsdk.quantize(onnx_model(), None, qsdk.w8a8()), [np.zeros((1, 3, 8, 8), np.float32)])
+        qsdk.train.tune_ranges(qsdk.quantize(onnx_model(), None, qsdk.w8a8()), [np.zeros((1, 3, 8, 8), np.float32)])
 
 
 def test_gradients_are_those_of_the_straight_through_formula():

@@ -80,7 +80,7 @@ def trained(name: str) -> Any:
     network, config = network_of(name), {"transformer": "w8a8", "small": "w4a4"}.get(name, name)
     sim = qsdk.quantize(network, images[:8], CONFIGS[config])
     qsdk.calibrate(sim, [images[:32]], progress=False)
-    schedules = [qsdk.freeze_ranges(7, "weights")]
+    schedules = [qsdk.train.freeze_ranges(7, "weights")]
     with sim.training(learn_scales=True, learn_zero_points=True, schedules=schedules) as model:
         optimizer = torch.optim.Adam(sim.parameter_groups(lr=1e-3, scale_lr=5e-3))
         for step in range(10):

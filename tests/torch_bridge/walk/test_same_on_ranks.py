@@ -25,7 +25,7 @@ def on_rank(rank: int, store: str, out: str) -> None:
         before = [x.clone() for x in sim.model.state_dict().values()]
         found: dict[str, Any] = {}
         try:
-            qsdk.tune_ranges(sim, own, steps=2, lr=0.5, progress=False)
+            qsdk.train.tune_ranges(sim, own, steps=2, lr=0.5, progress=False)
         except qsdk.DataError as error:
             found["error"] = str(error)
         found["kept"] = all(map(torch.equal, before, sim.model.state_dict().values()))

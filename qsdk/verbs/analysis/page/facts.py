@@ -145,7 +145,7 @@ class Measured:
         sensitivity: the rows of `qsdk.sensitivity`.
         sqnr_db: of the outputs.
         noise: what the SQNR counts, in words.
-        profile: of `qsdk.profile`.
+        profile: of `qsdk.analysis.profile`.
         findings: of `validate`; None for a sim.
         remarks: what a reader has to know about the numbers.
     """
