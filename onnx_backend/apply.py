@@ -18,7 +18,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings.match_to_model import MatchedEncodings, require_matched
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
-from qsdk.core.planning.islands.find import with_given_islands
+from qsdk.core.planning.islands import with_given_islands
 from qsdk.core.sims.state import SimState
 
 NOT_MENTIONED = "the encodings file does not mention it"

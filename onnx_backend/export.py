@@ -39,8 +39,7 @@ from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.coverage import by_type
-from qsdk.core.planning.plan import Plan, casts_of
+from qsdk.core.planning.plan import Plan, by_type, casts_of
 from qsdk.core.precision.no_gain import wide_containers
 from qsdk.core.report import Report
 

@@ -14,11 +14,10 @@ from onnx_backend.proto.write_file import outside_of, places_of, refer_to, with_
 from onnx_backend.runtime.providers import CPU_ONLY, read_providers
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
-from qsdk.core.layers.folded_norms import norms_to_json, read_norms
+from qsdk.core.layers.expected_means import norms_to_json, read_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.shared_folder import SharedFolder
-from qsdk.core.sims.plan_json import plan_to_json, read_plan
-from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile
+from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile, plan_to_json, read_plan
 
 MODEL, OPENED = "model.onnx", "opened.onnx"
 

@@ -34,23 +34,19 @@ from onnx_backend.runtime.repeated_session import RepeatedSession
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.own_lock import OwnLock
-from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.from_encodings import owned_encodings, with_groups
-from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.plan import Plan, coverage_report
 from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, single_process
 from qsdk.core.report import Report
-from qsdk.core.shared_folder import SharedFolder
-from qsdk.core.sims.bias_remarks import with_notes, with_reasons
+from qsdk.core.shared_folder import OwnLock, SharedFolder
+from qsdk.core.sims.biases import OriginalBiases, with_notes, with_reasons
 from qsdk.core.sims.calibration import calibrate_sites
-from qsdk.core.sims.corrected_biases import OriginalBiases
-from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import replanned
-from qsdk.core.sims.state import SimState, encoding_of
+from qsdk.core.sims.state import Methods, SimState, encoding_of
 from qsdk.core.sims.stateful import StatefulSim
 
 Array = npt.NDArray[Any]

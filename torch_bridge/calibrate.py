@@ -13,9 +13,9 @@ from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, Statistics, single_process
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import with_notes
+from qsdk.core.sims.biases import with_notes
 from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases
-from qsdk.core.sims.methods import Methods
+from qsdk.core.sims.state import Methods
 from torch_bridge.quantizers.observers import Observers
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import constants_at

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, DataError, ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.exact_sums import on_exact_sums, with_exact_sums
-from qsdk.core.planning.coverage import coverage_report
-from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.plan import Plan, coverage_report
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import with_reasons
-from qsdk.core.sims.corrected_biases import OriginalBiases
+from qsdk.core.sims.biases import OriginalBiases, with_reasons
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim

@@ -27,7 +27,7 @@ from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import FileFormatError, ModelError, QsdkError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
 

@@ -19,7 +19,7 @@ from onnx_backend.proto.nodes import attributes, drop_unused_initializers, node_
 from onnx_backend.proto.weightless import Types
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.graph.op_facts import LINEAR
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 
 Array = npt.NDArray[Any]
 _TOO_LARGE = "folded, a weight or bias of {} would be too large for its type"

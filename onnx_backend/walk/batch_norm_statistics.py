@@ -22,7 +22,7 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.sections import Section, Stream, bfloat16_in
 from qsdk.core.errors import DataError
 from qsdk.core.planning.plan import Plan
-from qsdk.core.ranges.channel_statistics import ChannelStatistics, Together, deviation, merge
+from qsdk.core.ranges.statistics import ChannelStatistics, Together, deviation, merge
 
 Array = npt.NDArray[Any]
 Rows = list[dict[str, Any]]

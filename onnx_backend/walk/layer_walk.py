@@ -16,9 +16,9 @@ from onnx_backend.walk.models import WalkWeights, streams_of, tags_of
 from onnx_backend.walk.run import FLOAT, QUANTIZED, PairedRun
 from onnx_backend.walk.steps import LayerCall, LayerGroup, layer_groups
 from qsdk.core.errors import ModelError
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.sims.corrected_biases import float_biases
+from qsdk.core.sims.biases import float_biases
 from qsdk.core.sims.state import put_back_on_error
 
 Array = npt.NDArray[Any]
@@ -56,7 +56,7 @@ def walk_layers(
 
 @dataclass(frozen=True)
 class OnnxStep:
-    """Layers that read one input; see `qsdk.core.layers.layer_walk.Step`."""
+    """Layers that read one input; see `qsdk.core.layers.layer_problem.Step`."""
 
     place: LayerGroup
     run: PairedRun
@@ -95,7 +95,7 @@ def _in_float32(rows: Array) -> Array:
 
 
 class OnnxWalk:
-    """The layers of a sim in the order they run; see `qsdk.core.layers.layer_walk.Walk`."""
+    """The layers of a sim in the order they run; see `qsdk.core.layers.layer_problem.Walk`."""
 
     def __init__(self, sim: OnnxSim, max_memory: int | None) -> None:
         """Find the layers; nothing is run yet.
@@ -156,7 +156,7 @@ class OnnxWalk:
     def write(
         self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
     ) -> None:
-        """Change the quantized model at a layer; see `qsdk.core.layers.layer_walk.Walk.write`.
+        """Change the quantized model at a layer; see `qsdk.core.layers.layer_problem.Walk.write`.
 
         Raises:
             ModelError: the walk has no such layer, or the layer has no bias to shift.

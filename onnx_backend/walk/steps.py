@@ -8,7 +8,7 @@ from onnx_backend.walk.readings import Reading, readings
 from onnx_backend.walk.sections import Stream
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.planning.plan import Plan
 
 

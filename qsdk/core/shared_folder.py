@@ -1,9 +1,21 @@
-"""A temporary folder that belongs to several objects: the copies of one that keeps files in it."""
+"""What the copies of an object share, a temporary folder, and what each of them has of its own, a lock."""
 
 import shutil
 import tempfile
 import weakref
+from _thread import RLock
 from pathlib import Path
+from typing import Any
+
+
+class OwnLock(RLock):  # type: ignore[misc]  # may be subclassed, although typeshed says it is final
+    """A lock that its holder may take again, and that copies of the holder, also in another process, do not share.
+
+    Taking and releasing it runs no Python code, so that no interrupt can come in between and leave it taken.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnLock, ()
 
 
 class SharedFolder:

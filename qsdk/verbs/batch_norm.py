@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from qsdk.algorithms import ranks
-from qsdk.core.ranges.channel_statistics import ChannelStatistics, merge
+from qsdk.core.ranges.statistics import ChannelStatistics, merge
 from qsdk.core.report import Report
-from qsdk.core.sims.frozen_values import require_frozen_values
+from qsdk.core.sims.state import require_frozen_values
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 

@@ -17,8 +17,7 @@ from qsdk.core.layers.expected_means import ExpectedMoments, expected_values
 from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import with_notes
-from qsdk.core.sims.corrected_biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts
+from qsdk.core.sims.biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts, with_notes
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of

@@ -15,7 +15,7 @@ from qsdk.core.layers.layer_problem import Solution
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.biases import without_shifts
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward

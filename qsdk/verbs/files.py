@@ -27,19 +27,16 @@ from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, in_layout_of, tensor_facts
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import read_norms
+from qsdk.core.layers.expected_means import read_norms
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import read_biases, without_shifts
-from qsdk.core.sims.frozen_values import read_frozen_values
+from qsdk.core.sims.biases import read_biases, without_shifts
 from qsdk.core.sims.load_encodings import where_quantized, with_loaded
-from qsdk.core.sims.methods import read_methods
-from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
-from qsdk.core.sims.sim_file import SimFile, read_sim
-from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.sim_file import SimFile, different_sites, read_sim
+from qsdk.core.sims.state import put_back_on_error, read_frozen_values, read_methods
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.saving import facts_to_save

@@ -28,8 +28,7 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import with_notes
-from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.biases import with_notes, without_shifts
 from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward

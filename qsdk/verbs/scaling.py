@@ -18,7 +18,7 @@ from qsdk.core.scaling.regions import Region, find_regions
 from qsdk.core.scaling.relu6 import as_relu, clips_at_six, clips_inside
 from qsdk.core.scaling.scalings import FloatArray, Scalings, spread
 from qsdk.core.scaling.search import FactorChoice, ObservedRegions, search_awq, search_smooth_quant
-from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of

@@ -21,10 +21,9 @@ from onnx_backend.walk import layer_walk as onnx_walk
 from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, equalize, load, quantize, save, w8a8
 from qsdk.algorithms.solvers import bias
 from qsdk.algorithms.solvers.outputs import matching_shift
-from qsdk.core.layers.activation import Activation
 from qsdk.core.layers.expected_means import clipped_normal
 from qsdk.core.layers.graph_layers import graph_layers
-from qsdk.core.layers.layer_problem import WeightLayout
+from qsdk.core.layers.layer_problem import Activation, WeightLayout
 from qsdk.core.numerics.dtypes import int8
 from qsdk.core.numerics.spec import PerChannel, Spec
 from qsdk.demo.data import load as load_images

@@ -13,8 +13,7 @@ from torch_models import seeded
 
 import qsdk
 from qsdk.algorithms.solvers import bias, seq_mse
-from qsdk.core.layers.activation import Activation
-from qsdk.core.layers.layer_problem import WeightLayout
+from qsdk.core.layers.layer_problem import Activation, WeightLayout
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import PerTensor, Spec
 

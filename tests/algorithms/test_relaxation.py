@@ -12,8 +12,7 @@ from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.relaxation import DEFAULT, RelaxationOptions, beta_at, relax, soft_rounding
 from qsdk.algorithms.solvers.rounding import WeightGrid
 from qsdk.core.errors import ConfigError
-from qsdk.core.layers.activation import Activation
-from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.layers.layer_problem import Activation, LayerProblem, WeightLayout
 from qsdk.core.numerics.dtypes import dtype_named, int4
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec

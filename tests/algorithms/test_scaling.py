@@ -10,7 +10,7 @@ from torch import nn
 
 import qsdk
 from qsdk import ConfigError, DataError, w4a8, w8a8, w8a16, weight_only
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.verbs.quantize import calibrate
 
 both = pytest.mark.parametrize("door", DOORS)

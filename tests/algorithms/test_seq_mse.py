@@ -14,8 +14,7 @@ from random_problems import problem_from_moments
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.errors import ConfigError
-from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry, WeightLayout
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer, LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.numerics.block_scales import restrict_block_scales
 from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
 from qsdk.core.numerics.encoding import Encoding

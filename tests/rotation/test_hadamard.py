@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from qsdk.algorithms.rotation.hadamard import hadamard
-from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, random_orthogonal, randomized_hadamard
+from qsdk.algorithms.rotation.orthogonal import hadamard, keeping_the_mean, random_orthogonal, randomized_hadamard
 
 
 @pytest.mark.spread(14)

@@ -11,7 +11,7 @@ from rotated_models import APART, BUILD, GROUPED, exact, float_file, in_float, o
 from torch import nn
 
 import qsdk
-from qsdk.algorithms.rotation.online import online_factors, turned_online
+from qsdk.algorithms.rotation.orthogonal import online_factors, turned_online
 from qsdk.core.errors import FileFormatError, ModelError
 from qsdk.core.rotations.online import find_online
 from qsdk.verbs.doors.choose import door_of

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 
 _STATISTICS = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import (
     Fold,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from qsdk.core.own_lock import OwnLock
+from qsdk.core.shared_folder import OwnLock
 from qsdk.core.site import site_name
 from torch_bridge.quantizers.phases import Phase, Visitor
 from torch_bridge.quantizers.quantizer import Quantizer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsdk.core.errors import ModelError
-from qsdk.core.own_lock import OwnLock
+from qsdk.core.shared_folder import OwnLock
 from torch_bridge.torch_values.parameters import STATE
 
 _MISSING = object()

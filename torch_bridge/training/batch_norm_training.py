@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import replace_module
 from torch_bridge.folding.trainable_batch_norm import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import DataError
-from qsdk.core.ranges.channel_statistics import ChannelStatistics, Together, deviation, merge
+from qsdk.core.ranges.statistics import ChannelStatistics, Together, deviation, merge
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import factor_of, statistics_of
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm

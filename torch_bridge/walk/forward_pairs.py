@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from qsdk.core.freed_memory import FreedMemory
-from qsdk.core.sims.corrected_biases import float_biases
+from qsdk.core.sims.biases import float_biases
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.walk.float_products import float_products

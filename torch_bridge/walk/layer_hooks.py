@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qsdk.core.layers.graph_layers import graph_layers
-from qsdk.core.layers.layer_problem import PatchGeometry
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer, PatchGeometry
 from qsdk.core.site import owner_of, port_of, site_name
 from torch_bridge.sim import QuantSim
 from torch_bridge.sites.attention import multi_head_attention_forward

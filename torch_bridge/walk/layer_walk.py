@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.numerics.encoding import Encoding
 from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sim import QuantSim
@@ -47,7 +47,7 @@ def _as_float(x: Tensor) -> Tensor:
 
 
 class LayerWalk:
-    """The walk over a sim's layers (`qsdk.core.layers.layer_walk.Walk`)."""
+    """The walk over a sim's layers (`qsdk.core.layers.layer_problem.Walk`)."""
 
     def __init__(self, sim: QuantSim, data: Iterable[Any], forward: Forward | None, max_memory: int | None) -> None:
         """Find the layers; see `walk_layers`."""
@@ -220,7 +220,7 @@ def walk_layers(
 ) -> Iterator[LayerWalk]:
     """Walk the layers of a sim in eval mode, with one pass in float and one quantized.
 
-    The walk is a `qsdk.core.layers.layer_walk.Walk`. A layer that a batch calls several times costs one more pass of
+    The walk is a `qsdk.core.layers.layer_problem.Walk`. A layer that a batch calls several times costs one more pass of
     either kind, since its weight is one for all calls.
 
     Args:

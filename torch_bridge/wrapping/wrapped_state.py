@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from torch_bridge.folding.batch_norm import Fold
 from torch_bridge.folding.computed_weights import ComputedTensor
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm

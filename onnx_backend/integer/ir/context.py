@@ -29,7 +29,7 @@ from onnx_backend.opening.stored_encodings import UNMARKED
 from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.proto.weightless import declared_types
-from qsdk.core.planning.no_grid.lower_bounds import lower_bounds, never_above_zero
+from qsdk.core.planning.lower_bounds import lower_bounds, never_above_zero
 
 Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses nodes without a form.

@@ -1,5 +1,7 @@
 """Layer problems and their grids as torch tensors."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,28 @@ from torch import Tensor
 from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
+
+#: Elements of a tensor below which a kernel is not worth being shared.
+SMALL = 1 << 18
+
+
+@contextmanager
+def one_thread_for(values: Tensor) -> Iterator[None]:
+    """Run torch's kernels on one thread inside the block if a tensor on a processor is small.
+
+    A kernel on a small tensor takes less time than to wake up other threads, which sleep between kernels where paused
+    forward passes have threads of their own.
+    """
+    before = torch.get_num_threads()
+    if before == 1 or values.device.type != "cpu" or values.numel() > SMALL:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 _ARRAYS = ("h", "linear", "drifts", "x_quantized", "drifted", "roots", "mean", "mean_quantized", "bias")
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsdk.core.layers.activation import Activation
-from qsdk.core.layers.layer_problem import LayerProblem
+from qsdk.core.layers.layer_problem import Activation, LayerProblem
 
 #: number of sampled rows of a layer's inputs
 SAMPLES = 2048

@@ -8,11 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.solvers.few_threads import one_thread_for
-from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
-from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
+from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, one_thread_for, scales_of_weights
 from qsdk.algorithms.solvers.outputs import SampledOutputs
-from qsdk.algorithms.solvers.range_search import Block, Grids, ScaleChoice, best_of, least_squares, on_grid
+from qsdk.algorithms.solvers.range_search import (
+    AbsoluteLosses,
+    Block,
+    Columns,
+    Grids,
+    Loss,
+    Quadratic,
+    ScaleChoice,
+    SquaredLosses,
+    best_of,
+    least_squares,
+    on_grid,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales

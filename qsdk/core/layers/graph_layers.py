@@ -6,9 +6,7 @@ from typing import Any
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
-from qsdk.core.layers.activation import activation_of
-from qsdk.core.layers.layer_problem import PatchGeometry, WeightLayout
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer, PatchGeometry, WeightLayout, activation_of
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan

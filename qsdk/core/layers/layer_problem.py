@@ -1,24 +1,65 @@
-"""Layer problems: one linear layer as a solver sees it, the same for both sides.
+"""Layers as solvers see them: the problem of one layer, and the walk over all of them, which both sides implement."""
 
-A linear layer, or a convolution seen as patches, has the weight matrix W, float inputs X and quantized inputs X~
-(one column per row of data). A solver of W~ needs only their second moments: with d = W~ - W and H = X~X~', the
-output error is `||WX - W~X~||^2 = tr(d H d') + 2 tr(d (W (X~ - X) X~')') + ||W (X - X~)||^2`.
-Arrays are duck-typed: NumPy or torch, on any device.
-"""
-
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import ModelError
-from qsdk.core.layers.activation import Activation
+from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The function `clip(x, low, high)`, with negative x multiplied by a slope before. It never falls where x rises.
+
+    Attributes:
+        slope: of negative values.
+        low: lower bound.
+        high: upper bound.
+    """
+
+    slope: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __call__(self, x: Any) -> Any:
+        """Return the function of a NumPy or torch array of any shape."""
+        if self.slope != 1:
+            x = x.clip(0, None) + self.slope * x.clip(None, 0)
+        return x.clip(self.low, self.high)
+
+    def derivative(self, x: Any) -> Any:
+        """Return the derivative; at a bound and at 0, the one from the left."""
+        inside = (x > self.low) & (x <= self.high)
+        return inside * (1 + (self.slope - 1) * (x <= 0))
+
+
+def activation_of(graph: Graph, op: Op) -> Activation | None:
+    """Return the activation function that an op computes; None for another op or unknown bounds."""
+    if op.type == "Relu":
+        return Activation(low=0.0)
+    if op.type == "LeakyRelu":
+        slope = float(op.attributes.get("alpha", 0.01))
+        return Activation(slope=slope) if slope >= 0 else None
+    if op.type != "Clip":
+        return None
+    bounds = []
+    for position, name, absent in ((1, "min", -math.inf), (2, "max", math.inf)):
+        tensor = op.inputs[position] if len(op.inputs) > position else None
+        stored = op.attributes.get(name, absent) if tensor is None else graph.scalar(graph.constant_root(tensor))
+        if stored is None:
+            return None
+        bounds.append(float(stored))
+    return Activation(low=bounds[0], high=bounds[1])
+
 
 LayerKind = Literal["linear", "conv", "conv_transpose", "embedding"]
 
@@ -364,3 +405,103 @@ class Solution:
 
 
 Solver = Callable[[LayerProblem], Solution]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A stored weight that inputs are multiplied with.
+
+    Attributes:
+        site: of the weight.
+        spec: of that site.
+        layout: maps the stored weight to a matrix.
+        geometry: of a convolution, None for a linear layer.
+        bias: site of the bias that is added to the product, `""` where there is none.
+        activation: the function right behind the layer, if there is one and it is known.
+        dtype: the float dtype in which the weight is stored.
+    """
+
+    site: str
+    spec: Spec
+    layout: WeightLayout
+    geometry: PatchGeometry | None = None
+    bias: str = ""
+    activation: Activation | None = None
+    dtype: str = "float32"
+
+
+class WalkStep(Protocol):
+    """One stop of a walk: layers that read one input and are solved together.
+
+    Attributes:
+        layers: at least one.
+        reached: numbers of the batches that call them.
+    """
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """Return the layers that read this input."""
+
+    @property
+    def reached(self) -> Sequence[int]:
+        """Return the numbers of the batches that call these layers, each as often as the others, in order."""
+
+    def inputs(self) -> Iterable[tuple[Any, Any]]:
+        """Return the input of the layers, call by call: in the float model, and in the quantized one as it is now.
+
+        Float32 arrays of one shape, NumPy or torch, [..., groups * K] for a layer without geometry and
+        [N, C, *spatial] for a convolution; of an embedding its integer indices, twice.
+        The quantized input is what the layer multiplies, fake-quantized. May be iterated more than once.
+        """
+
+
+class Walk(Protocol):
+    """The layers of a sim in the order in which they run; each step sees the solutions that were written before it.
+
+    Attributes:
+        layers: all layers of the walk.
+        left: weight site -> why it is no layer here ("float: ...", "its encoding is frozen").
+        batches: number of batches.
+        float_seconds: time spent in the float model so far, so that costs can be given in float passes.
+    """
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """Return all layers, in order."""
+
+    @property
+    def left(self) -> Mapping[str, str]:
+        """Return the weight sites that cannot be solved, and why."""
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches in the data."""
+
+    @property
+    def float_seconds(self) -> float:
+        """Return the seconds spent in the float model so far."""
+
+    def __iter__(self) -> Iterator[WalkStep]:
+        """Yield the steps; each next step runs with the solutions that were written."""
+
+    def weight(self, site: str) -> Any:
+        """Return the stored weight in the float model, float32, of its stored shape."""
+
+    def bias(self, site: str) -> Any | None:
+        """Return the float model's bias of the layer with this weight, float32 [out channels]; None for none."""
+
+    def encoding(self, site: str) -> Encoding:
+        """Return the present encoding of a weight."""
+
+    def write(
+        self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
+    ) -> None:
+        """Change the quantized model at a layer.
+
+        Args:
+            site: of the layer's weight.
+            encoding: its new encoding.
+            weight: its new values, of the stored shape and on the encoding's grid; the encoding is then frozen, since
+                any other grid would round them again.
+            bias_shift: the layer's new bias less that of the float model, [out channels].
+        """

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.activations import ACTIVATIONS
-from qsdk.core.patterns.attention import ATTENTION
+from qsdk.core.patterns.attention import ATTENTION, mask_tensors
 from qsdk.core.patterns.linear import bias_of_add, linear_groups
-from qsdk.core.patterns.masks import mask_tensors
 from qsdk.core.patterns.match import PartialMatch, PatternMatcher
 from qsdk.core.patterns.norms import NORMS
 from qsdk.core.patterns.supergroup import MatchResult, NearMiss, Supergroup

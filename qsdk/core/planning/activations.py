@@ -8,8 +8,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, int8, uint8
 from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
-from qsdk.core.planning.choices import ResolvedConfig
-from qsdk.core.planning.context import PlanningContext
+from qsdk.core.planning.context import PlanningContext, ResolvedConfig
 from qsdk.core.planning.hardware import only_kernels
 from qsdk.core.planning.placement import NO_KERNEL, kernel_tensors
 from qsdk.core.planning.plan import BY_CALIBRATION, OF_CACHE, Decision

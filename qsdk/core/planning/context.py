@@ -1,24 +1,73 @@
 """The facts that all steps of planning need: the graph, its supergroups and operands, the config at each place."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.config.rules import Place
+from qsdk.core.config.rules import Place, Rule, RuleMatcher
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DType, float32
 from qsdk.core.patterns.chains import find_chains, is_chain
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.linear import SLOPES
 from qsdk.core.patterns.supergroup import Supergroup
-from qsdk.core.planning.choices import ResolvedConfig, Resolver
-from qsdk.core.planning.no_grid.counted import becomes_integers
-from qsdk.core.planning.no_grid.infinities import infinite_tensors
-from qsdk.core.planning.no_grid.poles import guarded_divisors
-from qsdk.core.planning.no_grid.shape_arithmetic import steering_tensors
 from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.unquantizable import becomes_integers, guarded_divisors, infinite_tensors, steering_tensors
 from qsdk.core.site import owner_of
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The config at one place.
+
+    Attributes:
+        wanted: the config with every matching rule applied; its own `rules` are still all rules of the config.
+        rules: those that match, in order.
+    """
+
+    wanted: QuantConfig
+    rules: tuple[Rule, ...] = ()
+
+    def decided_by(self, *names: str) -> str:
+        """Return the last rule that makes one of these choices, or "default"."""
+        for rule in reversed(self.rules):
+            if any(getattr(rule, name) is not None for name in names):
+                return str(rule)
+        return "default"
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a rule with more than a bare `*` makes this choice."""
+        return any(getattr(rule, name) is not None and rule.is_specific for rule in self.rules)
+
+
+class Resolver:
+    """The config by place; equal sets of matching rules are resolved once."""
+
+    def __init__(self, config: QuantConfig) -> None:
+        self.config = config
+        self.matcher = RuleMatcher(config.rules)
+        self._found: dict[tuple[int, ...], ResolvedConfig] = {(): ResolvedConfig(config)}
+
+    def at(self, place: Place) -> ResolvedConfig:
+        """Return the config at a place."""
+        matching = self.matcher.matching(place)
+        if matching not in self._found:
+            rules = tuple(self.config.rules[index] for index in matching)
+            self._found[matching] = ResolvedConfig(_applied(self.config, rules), rules)
+        return self._found[matching]
+
+
+def _applied(config: QuantConfig, rules: Sequence[Rule]) -> QuantConfig:
+    wanted = config
+    for rule in rules:
+        changes = rule.choices()
+        if "activation" in changes:  # it covers inputs and outputs too
+            changes = {"input": None, "output": None, **changes}
+        wanted = replace(wanted, **changes)
+    return wanted
+
 
 #: the name of a supergroup -> the ONNX type of the same op, where the two differ
 ONNX_NAMES = MappingProxyType(

@@ -15,10 +15,10 @@ from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, Per
 from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.context import PlanningContext
-from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.ties import keeps_grid, moved_inputs
+from qsdk.core.planning.unquantizable import divisors
 
 AS_GIVEN, THE_FILE = "as the file says", "the file"
 _HOLDS_0 = "; its grid holds 0, where the op that divides by it or takes its logarithm gives infinity or NaN"

@@ -4,22 +4,73 @@ A pure function of the graph and the config; no tensor is left undecided.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Place, Rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import BlockFormat, DType
-from qsdk.core.numerics.spec import float_spec
+from qsdk.core.numerics.spec import PerBlock, Spec, float_spec
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
-from qsdk.core.planning.int8_inputs import with_int8_inputs
-from qsdk.core.planning.islands.find import with_islands
+from qsdk.core.planning.islands import with_islands
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.stored import plan_stored
 from qsdk.core.planning.turning import with_turning
 from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
+
+_WITHOUT_BLOCKS = 32
+_LENGTHS = frozenset({16, 32, 64, 128, 256})  # those that the kernel has
+_LEAST_BITS = 3  # weights of 2 bits have kernels for some lengths alone
+
+
+def with_int8_inputs(
+    context: PlanningContext, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
+) -> dict[int, Decision]:
+    """Return the decisions on stored tensors, in which those of layers that compute in int8 have an input block."""
+    result = dict(stored)
+    if context.config.compute != "int8":
+        return result
+    shared = {decision.tied_to for decision in stored.values()}
+    read_by: dict[int, list[int]] = {}
+    for op, operands in context.operands.items():
+        for operand in operands:
+            read_by.setdefault(operand.root, []).append(op)
+    layers = context.linear_weights
+    for root in dict.fromkeys(layers.values()):
+        decision = stored[root]
+        inputs = [context.graph.ops[op].inputs[0] for op in read_by[root] if layers.get(op) == root]
+        block = None if decision.site in shared or len(inputs) < len(read_by[root]) else input_block(decision)
+        if block is not None and all(t is not None and _is_float(context.graph, activations, t) for t in inputs):
+            result[root] = replace(decision, input_block=block)
+    return result
+
+
+def input_block(decision: Decision) -> int | None:
+    """Return the block in which the kernel of a layer with this weight rounds its input; None where there is none."""
+    spec, shape = decision.spec, decision.shape
+    if not _has_kernel(decision, spec) or spec is None or shape is None or len(shape) != 2:
+        return None
+    if not isinstance(spec.granularity, PerBlock):
+        return _WITHOUT_BLOCKS
+    return spec.granularity.size if spec.granularity.size in _LENGTHS else None
+
+
+def _has_kernel(decision: Decision, spec: Spec | None) -> bool:
+    if spec is None or not spec.dtype.is_integer or decision.tensor_type != "float32":
+        return False
+    return _LEAST_BITS <= spec.dtype.bits <= 8
+
+
+def _is_float(graph: Graph, activations: Mapping[int, Decision], tensor: int) -> bool:
+    """Return whether a tensor is a float32 matrix, or a stack of them, that is read as it is."""
+    decision, facts = activations.get(tensor), graph.tensors[tensor]
+    shape = facts.shape
+    quantized = decision is not None and (decision.spec is not None or decision.tied_to is not None)
+    return facts.dtype == "float32" and not quantized and shape is not None and len(shape) > 1 and not facts.constant
+
 
 #: choices of a rule that are about stored tensors alone, and about inputs of the model alone
 _OF_STORED = frozenset({"weight", "bias", "per_channel", "block_size", "symmetric_weights", "two_level_scales"})

@@ -20,7 +20,7 @@ from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import HasBiases, shifts_put_back_on_error
+from qsdk.core.sims.biases import HasBiases, shifts_put_back_on_error
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import HasState, SimState, put_back_on_error
 

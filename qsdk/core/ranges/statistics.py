@@ -1,7 +1,7 @@
 """Statistics of activations, collected batch by batch for either side, and the encodings that follow from them."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -15,9 +15,146 @@ from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import Spec, axis_of
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator, moving_average, range_from_histogram
-from qsdk.core.ranges.histogram import Histogram
+from qsdk.core.ranges.histogram import Histogram, histogram_of_samples
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from qsdk.core.ranges.site_histograms import Sample, SiteHistograms
+
+DoubleArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelStatistics:
+    """The statistics of the values of each channel.
+
+    Attributes:
+        count: of values per channel.
+        mean: float64 [channels].
+        squares: float64 [channels], the sum of the squared distances from the mean.
+    """
+
+    count: int
+    mean: DoubleArray
+    squares: DoubleArray
+
+    def variance(self, owner: str) -> DoubleArray:
+        """Return the unbiased variance, as in PyTorch's BatchNorm.
+
+        Raises:
+            DataError: there are fewer than two values, or some are not finite; names the owner.
+        """
+        if self.count < 2:
+            raise DataError(f"{owner} saw {self.count} values per channel, which have no variance; give more data")
+        if not (np.isfinite(self.mean).all() and np.isfinite(self.squares).all()):
+            raise DataError(f"the input of {owner} holds NaN or an infinity; give data that is finite")
+        return np.asarray(self.squares / (self.count - 1))
+
+
+#: merges the statistics of all ranks for an owner
+Together = Callable[[str, ChannelStatistics], ChannelStatistics]
+
+
+def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
+    """Return the statistics of all values of the parts (Chan et al. 1979)."""
+    result = parts[0]
+    for part in parts[1:]:
+        count = result.count + part.count
+        if part.count == 0 or result.count == 0:
+            result = part if result.count == 0 else result
+            continue
+        difference = part.mean - result.mean
+        mean = result.mean + difference * (part.count / count)
+        shifted = np.square(difference) * (result.count * part.count / count)
+        result = ChannelStatistics(count, mean, result.squares + part.squares + shifted)
+    return result
+
+
+def deviation(now: ChannelStatistics, mean: DoubleArray, variance: DoubleArray) -> float:
+    """Return how far a BatchNorm's output is from mean 0 and deviation 1: root mean square over the channels.
+
+    Args:
+        now: of its input.
+        mean: that it subtracts.
+        variance: that it divides by, with its epsilon.
+    """
+    spread = np.sqrt(variance)
+    off = np.square((now.mean - mean) / spread) + np.square(np.sqrt(now.squares / now.count) / spread - 1)
+    return float(np.sqrt(off.mean()))
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sample of a tensor.
+
+    Attributes:
+        values: float32 [n], every `step`-th value.
+        step: see `histogram.sample_step`.
+        ends: the extremes of the tensor, [1].
+    """
+
+    values: FloatArray
+    step: int
+    ends: Range
+
+
+class SiteHistograms(Mapping[str, Histogram]):
+    """Site -> histogram of its samples so far, with one group; a view, which later samples change."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._all: list[Histogram] = []  # one, with a group for each site, or none
+
+    def __getitem__(self, site: str) -> Histogram:
+        """Return the histogram of a site."""
+        row = self._rows[site]
+        return Histogram(*(field[row : row + 1] for field in self._all[0].fields))
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the sites."""
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return len(self._rows)
+
+    def add(self, samples: Mapping[str, Sample]) -> None:
+        """Add a sample of each of these sites, of all sites at once: calls cost more than values here."""
+        known = {site: sample for site, sample in samples.items() if site in self._rows}
+        new = {site: sample for site, sample in samples.items() if site not in self._rows}
+        if known:
+            rows = np.array([self._rows[site] for site in known])
+            everywhere = np.array_equal(rows, np.arange(len(self._rows)))
+            held = self._all[0]
+            some = held if everywhere else Histogram(*(field[rows] for field in held.fields))
+            some = some.add_samples(*_in_columns(known.values()))
+            if everywhere:
+                self._all = [some]
+            else:
+                for field, changed in zip(held.fields, some.fields, strict=True):
+                    field[rows] = changed
+        if new:
+            self._append(list(new), histogram_of_samples(*_in_columns(new.values())))
+
+    def merge(self, others: Mapping[str, Histogram]) -> None:
+        """Add the values that other histograms count."""
+        new = {site: histogram for site, histogram in others.items() if site not in self._rows}
+        for site in others.keys() - new.keys():
+            merged = self[site].merge(others[site])
+            for field, changed in zip(self._all[0].fields, merged.fields, strict=True):
+                field[self._rows[site]] = changed[0]
+        if new:
+            together = Histogram.stack(list(new.values()))
+            self._append(list(new), Histogram(*(field.copy() for field in together.fields)))
+
+    def _append(self, sites: Sequence[str], histogram: Histogram) -> None:
+        self._rows |= {site: len(self._rows) + number for number, site in enumerate(sites)}
+        self._all = [Histogram.stack([*self._all, histogram])]
+
+
+def _in_columns(samples: Iterable[Sample]) -> tuple[list[FloatArray], list[int], Range]:
+    """Return the values, the steps and the extremes, [S], of S samples."""
+    found = list(samples)
+    low, high = (np.concatenate([getattr(sample.ends, end) for sample in found]) for end in ("low", "high"))
+    return [sample.values for sample in found], [sample.step for sample in found], Range(low, high)
+
 
 #: histograms that are searched together
 _SEARCHED = 32

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import PERIODIC
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import BY_CALIBRATION, Plan
 from qsdk.core.planning.ties import JOINS, keeps_grid, moved_inputs
+from qsdk.core.planning.unquantizable import divisors
 from qsdk.core.ranges.ranges import Range
 from qsdk.core.site import owner_of
 

@@ -50,7 +50,7 @@ class InputRotation:
     Attributes:
         site: of the layer's input.
         signed: whether that is quantized to a signed dtype.
-        factors: see `qsdk.algorithms.rotation.online`.
+        factors: see `qsdk.algorithms.rotation.orthogonal`.
     """
 
     site: str

@@ -6,7 +6,7 @@ import numpy as np
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import VIEWS
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.scaling.channel_observer import ChannelObserver

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.edits import Edit
 from qsdk.core.scaling.regions import Region

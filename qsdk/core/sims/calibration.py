@@ -11,8 +11,7 @@ from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
-from qsdk.core.planning.coverage import by_type
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import Decision, by_type
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 from qsdk.core.ranges.statistics import (

@@ -21,8 +21,7 @@ from qsdk.core.ranges.estimators import estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.report import Report
-from qsdk.core.sims.methods import Methods
-from qsdk.core.sims.state import SimState, StoredReader, encoding_of, matched_sites, owns_encoding
+from qsdk.core.sims.state import Methods, SimState, StoredReader, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
 
 ChosenDtypes = Mapping[str, WeightType]

@@ -5,7 +5,7 @@ The functions here take a state and return a new one, so that a verb that fails 
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,13 +14,106 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.sims.frozen_values import STORED, HoldsValues, require_frozen_values
-from qsdk.core.sims.methods import Methods
+from qsdk.core.ranges.estimators import PERCENTILE, estimator
 from qsdk.core.site import matches, nearest_in_words, owner_of, port_of, without_calls
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The options of `qsdk.calibrate`.
+
+    Attributes:
+        method: for activations.
+        weight_method: for weights; None for `min_max`.
+        percentile: of the method of that name.
+        longest: tokens of the longest text, where positions turn what a model computes and lengths are open; else 0.
+    """
+
+    method: str = "min_max"
+    weight_method: str | None = None
+    percentile: float = PERCENTILE
+    longest: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return {name: value for name, value in asdict(self).items() if name != "longest"}
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Return what reports say of the calibration; nothing where there is nothing to say."""
+        return {"calibrated_length": self.longest} if self.longest else {}
+
+
+def methods_to_json(methods: Methods) -> dict[str, Any]:
+    """Return the methods as plain values for JSON."""
+    return asdict(methods)
+
+
+def read_methods(given: Any, where: str) -> Methods:
+    """Return the methods that `methods_to_json` wrote; the file `where` may be older than this entry.
+
+    Raises:
+        FileFormatError: they are damaged.
+    """
+    try:
+        result = Methods(**({} if given is None else given))
+        for name in (result.method, result.weight_method or result.method):
+            estimator(name, result.percentile)
+        if type(result.longest) is not int:
+            raise TypeError("longest")
+    except (TypeError, ConfigError) as error:
+        raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
+    return result
+
+
+STORED = ("weight", "bias")  # kinds of sites whose tensor the model stores
+
+
+class HoldsValues(Protocol):
+    """The part of a sim, of either side, that concerns its stored tensors."""
+
+    frozen_values: frozenset[str]
+
+    def stored_floats(self, sites: Collection[str]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the float values of the stored tensors at these sites, by site, where there are any."""
+        ...
+
+
+@contextmanager
+def require_frozen_values(sim: HoldsValues) -> Iterator[None]:
+    """Raise an error after a block that has changed a frozen value.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    before = {site: value.copy() for site, value in sim.stored_floats(sim.frozen_values).items()}
+    yield
+    after = sim.stored_floats(before.keys()) if before else {}
+    for site, value in before.items():
+        if site not in after or not np.array_equal(value, after[site], equal_nan=True):
+            raise ConfigError(
+                f"the values of {site} are frozen, and this verb changes them; take that back with "
+                f"sim.unfreeze({site!r}), or leave the layer out"
+            )
+
+
+def read_frozen_values(given: Any, plan: Plan, where: str) -> frozenset[str]:
+    """Return the sites of frozen values from a file, which may have been written before they existed.
+
+    Raises:
+        FileFormatError: they are no sites of this plan.
+    """
+    sites = given if isinstance(given, list) else [given]
+    unknown = [site for site in sites if not isinstance(site, str) or site not in plan.decisions]
+    if unknown:
+        raise FileFormatError(f"{where} freezes the values of {unknown[0]!r}, which is no site; write the file again")
+    return frozenset(sites)
+
 
 #: the words that `freeze` accepts besides patterns
 KINDS = MappingProxyType({"weights": ("weight",), "activations": ("activation", "input", "output")})

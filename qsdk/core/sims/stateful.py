@@ -12,20 +12,17 @@ import numpy.typing as npt
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import CalibrationError, ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.missing_names import missing_in_sim
 from qsdk.core.numerics.dtypes import DType, WeightType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.coverage import explanation
-from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.plan import Plan, explanation
 from qsdk.core.ranges.ranges import Range
 from qsdk.core.ranges.too_coarse import CalibrationResult, Parts, erased_parts, left_float, too_coarse
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import bias_remarks, with_erased, with_left_float
-from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts
-from qsdk.core.sims.methods import Methods
+from qsdk.core.sims.biases import OriginalBiases, bias_remarks, with_erased, with_left_float, without_shifts
 from qsdk.core.sims.replan import precision_config, precision_report
-from qsdk.core.sims.state import SimState, matched_values, put_back_on_error, with_frozen
+from qsdk.core.sims.state import Methods, SimState, matched_values, put_back_on_error, with_frozen
 
 
 class StatefulSim(ABC):

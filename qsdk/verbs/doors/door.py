@@ -14,9 +14,9 @@ from torch import Tensor
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.ranges.channel_statistics import Together
+from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.rotations.online import InputRotation
 

@@ -20,14 +20,14 @@ from onnx_backend.parity.teacher import RunOn
 from qsdk.algorithms import ranks
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import norms_to_json
-from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.layers.expected_means import norms_to_json
+from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.ranges.channel_statistics import Together
+from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.rotations.online import InputRotation
-from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
 from qsdk.verbs.doors.changed_sims import replaced_by, rotated_module_sim, untied_module_sim

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from qsdk.core.sims.corrected_biases import biases_to_json
-from qsdk.core.sims.methods import methods_to_json
+from qsdk.core.sims.biases import biases_to_json
+from qsdk.core.sims.state import methods_to_json
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.doors.module_door import ModuleDoor
 from torch_bridge.sim import QuantSim

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.algorithms.rotation.learned import LearnedRotation, learn_rotation
-from qsdk.algorithms.rotation.online import online_factors
-from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, random_orthogonal, randomized_hadamard
+from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, online_factors, random_orthogonal, randomized_hadamard
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
@@ -19,7 +18,7 @@ from qsdk.core.rotations.online import InputRotation, OnlineTurn, find_online
 from qsdk.core.rotations.streams import Stream, find_streams
 from qsdk.core.rotations.turned_values import fold_obstacle, gain_of, turned_values
 from qsdk.core.scaling.plans import obstacle
-from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.core.site import owner_of

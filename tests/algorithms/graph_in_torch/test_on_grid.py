@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qsdk.algorithms.on_grid import fake_quantize
+from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize
 from qsdk.core.numerics import dtypes
 from qsdk.core.numerics.encoding import Encoding
 

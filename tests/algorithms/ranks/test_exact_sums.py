@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.algorithms.problems.exact_sums import ExactSum, exponents
-from qsdk.algorithms.problems.moments import Bounds, Moments
+from qsdk.algorithms.problems.moments import Bounds, ExactSum, Moments, exponents
 
 
 def summed(terms: torch.Tensor, bounds: list[torch.Tensor]) -> torch.Tensor:

@@ -8,11 +8,10 @@ import pytest
 from started_ranks import started
 
 from qsdk.algorithms import ranks
-from qsdk.algorithms.owners import Owners, cost_of
 from qsdk.algorithms.problems.calls import CallPlaces
+from qsdk.algorithms.solve_layers import Owners, cost_of
 from qsdk.core.errors import DataError
-from qsdk.core.layers.layer_problem import WeightLayout
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer, WeightLayout
 from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.spec import Spec
 

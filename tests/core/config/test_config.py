@@ -9,7 +9,7 @@ from qsdk.core.config.rules import CHOICES, Place, Rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, mxfp4, uint8, uint16
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
-from qsdk.core.planning.choices import Resolver
+from qsdk.core.planning.context import Resolver
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import float16, int4, int8, int16
 from qsdk.core.numerics.spec import PerChannel, PerTensor
 from qsdk.core.patterns.terms import Pattern, op
-from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import explanation
 
 
 def weights(config: QuantConfig, graph: Graph | None = None) -> list[str]:

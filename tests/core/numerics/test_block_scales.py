@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from qsdk import quantize, w8a8
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.block_scales import float8_scales, restrict_block_scales, scale_dtype_of, shared_exponents
+from qsdk.core.numerics.block_scales import (
+    float8_scales,
+    restrict_block_scales,
+    scale_dtype_of,
+    shared_exponents,
+    split_block_scales,
+)
 from qsdk.core.numerics.dtypes import (
     DTYPES,
     DType,
@@ -29,7 +35,6 @@ from qsdk.core.numerics.dtypes import (
 )
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
-from qsdk.core.numerics.two_level_scales import split_block_scales
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 from torch_bridge.quantizers.fake_quant import fake_quantize_minifloat
 

@@ -8,10 +8,9 @@ from strategies import GraphBuilder
 from qsdk.core.config.config import w8a8
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import bfloat16, float16
-from qsdk.core.planning.coverage import coverage_report, explanation
-from qsdk.core.planning.islands.find import ISLAND_OPS
+from qsdk.core.planning.islands import ISLAND_OPS
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.plan import Plan, coverage_report, explanation
 
 
 def islands(plan: Plan) -> dict[str, str]:

@@ -9,7 +9,7 @@ from onnx import NodeProto, TensorProto, helper
 from qdq_models import LEVELS, make_model
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.planning.no_grid.lower_bounds import lower_bounds
+from qsdk.core.planning.lower_bounds import lower_bounds
 
 STORED = {
     "none": np.zeros(1, np.float32),

@@ -12,8 +12,8 @@ from strategies import GraphBuilder
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.activation import Activation
 from qsdk.core.layers.graph_layers import graph_layers
+from qsdk.core.layers.layer_problem import Activation
 from qsdk.core.numerics.dtypes import DTYPES, float16, int8, int32, uint8, uint16
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec

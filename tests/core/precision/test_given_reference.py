@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.core.sims.corrected_biases import float_biases
+from qsdk.core.sims.biases import float_biases
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 BATCHES = list(IMAGES.split(2))

@@ -12,8 +12,7 @@ from torch_models import calibrated, randomized, seeded
 
 from qsdk.core.config.config import w4a8, w8a16
 from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.sims.frozen_values import read_frozen_values
-from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.state import put_back_on_error, read_frozen_values
 from qsdk.verbs.batch_norm import reestimate_batch_norm
 from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim

@@ -34,8 +34,8 @@ from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
 from qsdk.core.numerics.dtypes import bfloat16, float16, float32
 from qsdk.core.patterns.terms import Pattern, op
-from qsdk.core.sims.methods import Methods
-from qsdk.core.sims.plan_json import different_sites, plan_to_json, read_plan
+from qsdk.core.sims.sim_file import different_sites, plan_to_json, read_plan
+from qsdk.core.sims.state import Methods
 from qsdk.verbs.files import load, save
 from qsdk.verbs.layers import adaround
 from qsdk.verbs.quantize import calibrate, export, quantize

@@ -13,8 +13,8 @@ from onnx_backend.qdq.insert import lower
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.layer_walk import OnnxStep
-from qsdk.algorithms.problems.patches import gather_patches
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.algorithms.problems.calls import gather_patches
+from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.planning.plan import Plan
 
 

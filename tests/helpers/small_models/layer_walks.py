@@ -7,8 +7,7 @@ import torch
 from fake_walk import FakeWalk
 
 from qsdk.algorithms.solvers import seq_mse
-from qsdk.core.layers.layer_problem import LayerProblem, Solution, WeightLayout
-from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.layers.layer_problem import Layer, LayerProblem, Solution, WeightLayout
 from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.spec import PerChannel, Spec
 

@@ -13,9 +13,9 @@ import numpy as np
 from qsdk.core.encodings.aimet.stated import Stated, channel_axis_of, in_order, to_stated, with_sign_of
 from qsdk.core.encodings.tensor_facts import TensorFacts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
+from qsdk.core.numerics.block_scales import TwoLevel, split_block_scales
 from qsdk.core.numerics.dtypes import DTYPES, DType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.two_level_scales import TwoLevel, split_block_scales
 
 WRITTEN = ("1.0.0", "2.0.0", "2.1.0")
 _FIRST = WRITTEN[0]
