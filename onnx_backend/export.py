@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
-from onnx_backend.dialects.dialect import Dialect, writing_of
+from onnx_backend.dialects.dialect import Dialect, Prefer, writing_of
 from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.dialects.onnxruntime_table import require_kernels
 from onnx_backend.passes.decided_sizes import with_decided_sizes, with_stored_codes
@@ -33,7 +33,7 @@ from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_option
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
 from onnx_backend.qdq.layer_inputs import leave_inputs_to_kernels
-from onnx_backend.qdq.stored_weights import Prefer, bytes_of_whole
+from onnx_backend.qdq.stored_weights import bytes_of_whole
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.calibration.stored_tensors import stored_names
-from onnx_backend.dialects.dialect import Dialect, writing_of
+from onnx_backend.dialects.dialect import WRITING, Prefer, noted_form, writing_of
 from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
@@ -25,14 +25,12 @@ from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.qdq.fusion_barriers import keep_constants_apart
 from onnx_backend.qdq.insert import lower
-from onnx_backend.qdq.stored_weights import Prefer
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 
 _OPSETS = range(LOWEST, 26)  # those that `lower` writes
-_DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx", "openvino", "qnn")  # tensorrt writes as onnx, with zero points
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _NAMED = 3  # nodes that a note names
 
@@ -42,7 +40,8 @@ class ExpectedModel:
     """The model that a file is compared with.
 
     Attributes:
-        forms: functions that return the sim's Q/DQ model in each form in which it may have been written.
+        forms: functions that return the sim's Q/DQ model in each form in which it may have been written: that which
+            the file notes, else all.
         sites: name of a stored tensor of the float model -> its site and kind.
     """
 
@@ -65,11 +64,14 @@ def expected_model(
         encodings: of the sim.
         model: the file to compare; the expected model is written at its opset.
         opened: the Q/DQ model that an adopted sim runs as it stands, or None.
+
+    Raises:
+        FileFormatError: the file notes a form that this version does not know.
     """
     version = opset_of(model)
     opset = version if version in _OPSETS else OPSET
 
-    def form(dialect: Dialect, prefer: Prefer = "size") -> Callable[[], LoweredModel]:
+    def form(dialect: str, prefer: Prefer = "size") -> Callable[[], LoweredModel]:
         def make() -> LoweredModel:
             options: dict[str, Any] = {"opset": opset, "dialect": dialect, "prefer": prefer}
             found = lower(traced.model, plan, encodings, weights=traced.weights, **options)
@@ -83,7 +85,10 @@ def expected_model(
     decisions = plan.decisions
     names = stored_names(traced.model, plan)
     sites = {name: (site, str(decisions[site].kind)) for site, name in names.items()}
-    return ExpectedModel((*as_opened, form("onnxruntime", "speed"), *(form(dialect) for dialect in _DIALECTS)), sites)
+    noted = noted_form(model)
+    # files of older versions note nothing; of the form that is nearest, the differences are the file's own
+    written = (form("onnxruntime", "speed"), *map(form, WRITING)) if noted is None else (form(*noted),)
+    return ExpectedModel((*as_opened, *written), sites)
 
 
 def _without_inputs_that_lack(model: ModelProto, wanted: LoweredModel) -> LoweredModel:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
+from onnx_backend.dialects.dialect import Dialect, Prefer, form_of, note_form, writing_of
 from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable
 from onnx_backend.dialects.readers import BLOCK_KEY
 from onnx_backend.dialects.zero_points import write_zero_points
@@ -33,7 +33,7 @@ from onnx_backend.qdq.kernel_casts import insert_kernel_casts
 from onnx_backend.qdq.layer_inputs import quantize_inputs
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from onnx_backend.qdq.scalar_operands import quantize_scalars
-from onnx_backend.qdq.stored_weights import Prefer, in_whole_bytes, parameters, store, where, zero_point_bytes
+from onnx_backend.qdq.stored_weights import in_whole_bytes, parameters, store, where, zero_point_bytes
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding, storage_type
@@ -142,6 +142,7 @@ def lower(
         keep_off_codes(model)
     if opset < OPSET:
         model = at_older_opset(model, opset)
+    note_form(model, dialect, prefer)
     return LoweredModel(model, large, lowering.rows)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,6 @@ from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Plan
 
 Array = npt.NDArray[Any]
-Prefer = Literal["speed", "size"]
 _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 
