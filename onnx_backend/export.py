@@ -16,12 +16,10 @@ from onnx import ModelProto
 from onnx_backend.dialects.dialect import Dialect, Prefer, writing_of
 from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.dialects.onnxruntime_table import require_kernels
-from onnx_backend.passes.decided_sizes import with_decided_sizes, with_stored_codes
-from onnx_backend.passes.empty_inputs import leave_out_empty_inputs
+from onnx_backend.passes.decided_sizes import leave_out_empty_inputs, with_decided_sizes, with_stored_codes
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
-from onnx_backend.proto.fixed_shapes import sizes_by_input, with_shapes
 from onnx_backend.proto.graph_queries import nodes_reaching
-from onnx_backend.proto.inputs import noted_example, open_inputs
+from onnx_backend.proto.inputs import noted_example, open_inputs, sizes_by_input, with_shapes
 from onnx_backend.proto.model_io import drop_properties, set_properties
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes
 from onnx_backend.proto.sizes import sizes

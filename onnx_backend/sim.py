@@ -1,13 +1,16 @@
 """The sim of an ONNX model: graph, plan and encodings. It simulates by running the Q/DQ model it would export."""
 
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.calibration.observe import SessionCache, observe
 from onnx_backend.calibration.stored_tensors import simulated_tensors, stored_names, stored_tensors
@@ -21,10 +24,10 @@ from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.parity.teacher import RunOn
-from onnx_backend.proto.external_data import files_read, float_array
+from onnx_backend.proto.external_data import FLOATS, files_read, float_array, is_reference, reference
+from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.opsets import at_opset
-from onnx_backend.proto.weight_edits import WeightEdits
 from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
@@ -48,6 +51,75 @@ from qsdk.core.sims.calibration import calibrate_sites
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import Methods, SimState, encoding_of
 from qsdk.core.sims.stateful import StatefulSim
+
+
+class WeightSnapshot:
+    """The stored tensors of a model at one moment: those that were changed since, copied just before."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, TensorProto] = {}
+
+
+class WeightEdits:
+    """The stored tensors of one sim's model and the changes to them; the user's file stays as it is."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._model = model
+        self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
+
+    def hold(self) -> WeightSnapshot:
+        """Return a snapshot for `put_back`; it copies a tensor only just before that is replaced."""
+        snapshot = WeightSnapshot()
+        self._snapshots.add(snapshot)
+        return snapshot
+
+    def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Replace stored float tensors, by name, by other values of the same shape, rounded to their type.
+
+        Raises:
+            ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
+        """
+        stored = initializers(self._model.graph)
+        written = {name: _tensor(name, value, stored.get(name)) for name, value in values.items()}
+        self._replace(stored, written)
+
+    def put_back(self, snapshot: WeightSnapshot) -> None:
+        """Restore the stored tensors of a snapshot.
+
+        Raises:
+            ModelError: the snapshot is of another model.
+        """
+        if snapshot not in self._snapshots:
+            raise ModelError(
+                "the snapshot holds the weights of another sim; restore it in the sim that it was taken of"
+            )
+        self._replace(initializers(self._model.graph), dict(snapshot.before))
+
+    def files_read(self) -> Iterator[Path]:
+        """Yield the files that hold tensors which can be put back."""
+        for snapshot in self._snapshots:
+            yield from (reference(tensor)[0] for tensor in snapshot.before.values() if is_reference(tensor))
+
+    def _replace(self, stored: Mapping[str, TensorProto], by: Mapping[str, TensorProto]) -> None:
+        for name, tensor in by.items():
+            lacking = [snapshot for snapshot in self._snapshots if name not in snapshot.before]
+            if lacking:
+                before = TensorProto()
+                before.CopyFrom(stored[name])
+                for snapshot in lacking:
+                    snapshot.before[name] = before
+            stored[name].CopyFrom(tensor)
+
+
+def _tensor(name: str, value: npt.NDArray[Any], current: TensorProto | None) -> TensorProto:
+    if current is None or current.data_type not in FLOATS:
+        raise ModelError(f"the model stores no float tensor of the name {name!r}; only those can be changed")
+    if tuple(current.dims) != value.shape:
+        raise ModelError(f"{name} has the shape {tuple(current.dims)}, not {value.shape}")
+    with np.errstate(over="ignore"):  # too large for a narrower type: infinite
+        typed = np.ascontiguousarray(value).astype(helper.tensor_dtype_to_np_dtype(current.data_type))
+    return numpy_helper.from_array(typed, name)
+
 
 Array = npt.NDArray[Any]
 
@@ -254,6 +326,20 @@ class OnnxSim(StatefulSim):
         before, stored, methods = self.snapshot(), self.stored_floats, self.methods
         state = replanned(before, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
         return replace(state, plan=with_reasons_of_file(state.plan, self.notes))
+
+    @contextmanager
+    def with_given_weights(self) -> Iterator[bool]:
+        """Set the stored tensors to the user's own inside the block; yield True if verbs have changed any."""
+        if not self.given.before:  # to restore what is stored already would cost the session
+            yield False
+            return
+        before = self.snapshot(weights=True)
+        _, *rest = before.stored
+        self.restore(replace(before, stored=(self.given, *rest)))
+        try:
+            yield True
+        finally:
+            self.restore(before)
 
     @property
     def folded_norms(self) -> dict[str, FoldedNorm]:

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from onnx_backend.qdq.insert import lower
-from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import as_feeds, run_session
+from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.planning.plan import Plan
 

@@ -20,8 +20,7 @@ from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from onnx_backend.passes.decided_sizes import with_decided_sizes
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto import model_io
-from onnx_backend.proto.fixed_shapes import with_shapes
-from onnx_backend.proto.inputs import open_inputs
+from onnx_backend.proto.inputs import open_inputs, with_shapes
 from qsdk.core.atomic_files import write_with_companions
 from qsdk.core.errors import ConfigError, IntegerError, QsdkError
 from qsdk.core.report import Report

@@ -2,34 +2,162 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.passes.canonicalize import canonicalize
-from onnx_backend.passes.control_flow_bodies import decisions_in_bodies, read_only_in_bodies
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.external_data import array, require_no_external_data
+from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.inputs import note_example
 from onnx_backend.proto.model_io import load, source_name
 from onnx_backend.proto.nodes import lift_constants, node_label
-from onnx_backend.proto.subgraphs import all_nodes
-from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
+from onnx_backend.proto.subgraphs import all_nodes, bodies, captured_tensors, reads
+from onnx_backend.proto.weightless import Shape, Types, dtype_name, skeleton, types_of
 from onnx_backend.qdq.dynamic import require_written
 from onnx_backend.runtime.compare_runs import float_session, unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import FileFormatError, ModelError, QsdkError
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_CODES = {name: code for name, code in ((dtype_name(code), code) for code in range(1, 24)) if name}
+
+
+def decisions_in_bodies(model: ModelProto, types: Types) -> tuple[Decision, ...]:
+    """Return a decision for every float tensor in a body: it stays float, and in which op.
+
+    Args:
+        model: sorted.
+        types: of the tensors outside the bodies.
+    """
+    return tuple(_inside(model, model.graph.node, types, ""))
+
+
+def read_only_in_bodies(nodes: Iterable[NodeProto]) -> dict[str, str]:
+    """Return tensor -> why it stays float, for the tensors that are read only inside bodies."""
+    found: dict[str, str] = {}
+    direct: set[str] = set()
+    for node in nodes:
+        direct.update(node.input)
+        for name in captured_tensors(node):
+            found.setdefault(name, float_reason(node.op_type, node_label(node)))
+    return {name: where for name, where in found.items() if name not in direct}
+
+
+def float_reason(op_type: str, owner: str) -> str:
+    """Return the reason why tensors in the bodies of an op stay float, with the remedy where there is one."""
+    remedy = "; where an input decides it, fix that: quantize(..., inputs={name: value})" if op_type == "If" else ""
+    return f"{op_type} {owner!r}: bodies of control flow stay float{remedy}"
+
+
+def _inside(model: ModelProto, nodes: Iterable[NodeProto], types: Types, prefix: str) -> Iterator[Decision]:
+    for node in nodes:
+        for branch, graph in bodies(node):
+            where = f"{prefix}{node_label(node)}/{branch}"
+            reason = f"inside the {branch} of the {float_reason(node.op_type, node_label(node))}"
+            known = {**types, **_types_inside(model, graph, types)}
+            for tensor in graph.initializer:
+                if dtype_name(tensor.data_type) in _FLOATS:
+                    facts = dtype_name(tensor.data_type), tuple(tensor.dims)
+                    yield _decision(f"{where}/{tensor.name}", "Constant", reason, *facts)
+            for inner in graph.node:
+                for name in inner.output:
+                    dtype, shape = known.get(name, ("", None))
+                    if not dtype:  # an op without inference: better named than forgotten
+                        read = (known.get(source, ("", None))[0] for source in reads(inner))
+                        dtype = next((kind for kind in read if kind in _FLOATS), "")
+                    if name and dtype in _FLOATS:
+                        yield _decision(f"{where}/{name}", inner.op_type, reason, dtype, shape)
+            yield from _inside(model, graph.node, known, f"{where}/")
+
+
+def _decision(name: str, op_type: str, reason: str, dtype: str, shape: Shape | None) -> Decision:
+    return Decision(f"({name})", op_type, "activation", None, reason, shape=shape, tensor_type=dtype)
+
+
+def _types_inside(model: ModelProto, graph: GraphProto, types: Types) -> Types:
+    """Return the inferred types of a body's tensors, its outer ones taken as inputs."""
+    body = ModelProto(ir_version=model.ir_version)
+    body.opset_import.extend(model.opset_import)
+    body.graph.CopyFrom(graph)
+    body.graph.name = body.graph.name or "body"
+    own = {value.name for value in (*graph.input, *graph.initializer)}
+    own.update(name for node in graph.node for name in node.output)
+    for name in dict.fromkeys(name for node in graph.node for name in reads(node)):
+        if name not in own and name in types:
+            dtype, shape = types[name]
+            if dtype in _CODES:
+                body.graph.input.append(helper.make_tensor_value_info(name, _CODES[dtype], shape))
+            else:
+                body.graph.input.append(helper.make_value_info(name, TypeProto()))
+    try:
+        return types_of(body)
+    except ModelError:
+        return {}
+
+
+def with_fixed_inputs(model: ModelProto, values: Mapping[str, Any]) -> ModelProto:
+    """Store values in place of inputs, in the given model; return it.
+
+    An If whose condition follows from such a value is later replaced by the branch that is taken.
+
+    Args:
+        model: float.
+        values: by the name of an input; a number, a list or an array that its declared dtype and shape take.
+
+    Raises:
+        ConfigError: there is no such input, no other one would be left, or a value that does not fit; names the input.
+    """
+    declared = {value.name: value for value in model.graph.input if value.name in set(input_names(model.graph))}
+    for name, value in values.items():
+        if name not in declared:
+            raise ConfigError(f"inputs= fixes {name!r}, which is no input; the model's are {', '.join(declared)}")
+        model.graph.initializer.append(numpy_helper.from_array(_stored(declared[name], value), name))
+    if values and len(values) == len(declared):
+        raise ConfigError("inputs= fixes every input of the model, so it would compute one constant; leave one open")
+    left = [value for value in model.graph.input if value.name not in values]
+    del model.graph.input[:]
+    model.graph.input.extend(left)
+    return model
+
+
+def _stored(declared: ValueInfoProto, given: Any) -> np.ndarray[Any, Any]:
+    """Return a value in the dtype and shape of its input; one number may stand for an array of one element."""
+    tensor, name = declared.type.tensor_type, declared.name
+    try:
+        value = np.asarray(given)
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        found = value.astype(dtype)
+        exact = value.dtype.kind in "biuf" and (dtype.kind == "f" or bool(np.all(found == value)))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact:
+        kind = dtype_name(tensor.elem_type) or "no tensor of numbers"
+        raise ConfigError(f"inputs= fixes {name!r} to {given!r}, and that input is {kind}; give a value it can hold")
+    if not tensor.HasField("shape"):
+        return found
+    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    if found.ndim == 0 and all(size in (1, None) for size in sizes):
+        found = found.reshape([1] * len(sizes))
+    fits = found.ndim == len(sizes) and all(s in (n, None) for s, n in zip(sizes, found.shape, strict=True))
+    if not fits:
+        shown = ", ".join("?" if size is None else str(size) for size in sizes)
+        raise ConfigError(f"inputs= fixes {name!r} to an array of shape {list(found.shape)}, it takes [{shown}]")
+    return found
+
 
 Source = str | os.PathLike[str] | bytes | ModelProto
 _QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger"}) | {

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.passes.decided_sizes import with_decided_sizes
-from onnx_backend.proto.fixed_shapes import with_sizes_of
 from onnx_backend.proto.graph_queries import declared_sizes, input_names, nodes_reaching
+from onnx_backend.proto.inputs import with_sizes_of
 from onnx_backend.proto.nodes import replace_nodes
-from onnx_backend.runtime.bfloat16_edges import cast_bfloat16_edges
+from onnx_backend.runtime.session_input import cast_bfloat16_edges
 from qsdk.core.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]

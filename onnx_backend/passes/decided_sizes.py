@@ -16,14 +16,86 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
-from onnx_backend.proto.graph_queries import initializers, names_in, nodes_reaching, producers, unique
+from onnx_backend.proto.graph_queries import (
+    declared_sizes,
+    initializers,
+    input_names,
+    names_in,
+    nodes_reaching,
+    producers,
+    unique,
+)
+from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.model_io import set_properties
-from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, metadata, replace_nodes
+from onnx_backend.proto.nodes import (
+    attributes,
+    constant_tensor,
+    drop_unused_initializers,
+    is_constant,
+    metadata,
+    node_label,
+    replace_nodes,
+)
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import Shape, declared_types, is_large
+from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
+
+#: ops whose result has no elements where their first input has none
+_MOVES = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Transpose"})
+
+
+def leave_out_empty_inputs(model: ModelProto) -> None:
+    """Remove the inputs with an axis of length 0, in place, and all that only moves what is in them.
+
+    Raises:
+        ConfigError: something else than joining them with other values reads one; names the node.
+    """
+    fed = input_names(model.graph)
+    gone = {info.name for info in model.graph.input if info.name in fed and 0 in declared_sizes(info.type)}
+    if gone:
+        leave_out(model, gone)
+
+
+def leave_out(model: ModelProto, gone: Collection[str], *, asked: Collection[str] = ()) -> None:
+    """Remove inputs as if they had no elements, in place.
+
+    Args:
+        model: any.
+        gone: names of inputs.
+        asked: op types that may go on to read an input, such as Shape where the model is compared, not run.
+
+    Raises:
+        ConfigError: see `leave_out_empty_inputs`.
+    """
+    graph, empty = model.graph, set(gone)
+    nodes: list[NodeProto] = []
+    sites = set(constant_sites(model))
+    for node in graph.node:
+        if node.op_type in asked or empty.isdisjoint(reads(node)):
+            nodes.append(node)
+        elif node.op_type in _MOVES and empty.isdisjoint(node.input[1:]):
+            empty.update(node.output)
+            sites.add(metadata(node).get("qsdk.site", ""))
+        elif node.op_type == "Concat":
+            kept = [name for name in node.input if name not in empty]
+            del node.input[:]
+            node.input.extend(kept)
+            empty.update(() if kept else node.output)
+            nodes.extend([node] if kept else [])
+        else:
+            raise ConfigError(
+                f"shapes leaves {', '.join(sorted(gone))} without elements, and the node {node_label(node)!r} "
+                f"({node.op_type}) reads what comes of it; only keys and values of a cache may be empty"
+            )
+    replace_nodes(graph, nodes_reaching(nodes, {info.name for info in graph.output}))
+    kept_inputs = [info for info in graph.input if info.name not in gone]
+    del graph.input[:]
+    graph.input.extend(kept_inputs)
+    drop_unused_initializers(graph)
+    note_constant_sites(model, sites - {""})
+
 
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
 _LARGEST = 4096  # elements of a computed value

@@ -6,7 +6,7 @@ initializer; in a user's file, views of weights are folded too, so that every we
 
 import math
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,9 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.passes.fold_constants import LARGEST, fold, is_view
-from onnx_backend.passes.fold_views import fold_rearranged, is_full_slice
-from onnx_backend.passes.inline_branches import chosen_branch, inline_decided_branches
+from onnx_backend.passes.fold_constants import LARGEST, fold, fold_rearranged, is_full_slice, is_view
 from onnx_backend.proto.external_data import FLOATS, array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, nodes_reaching
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, nodes_reaching, unique
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
     attributes,
@@ -27,12 +25,86 @@ from onnx_backend.proto.nodes import (
     is_constant,
     is_mark,
     lift_constants,
+    node_label,
     rename_inputs,
     replace_nodes,
 )
-from onnx_backend.proto.subgraphs import has_bodies
+from onnx_backend.proto.subgraphs import bodies, has_bodies, rename_reads
 from onnx_backend.proto.weightless import Types, declared_types, dtype_name, is_large
 from qsdk.core.site import port_of
+
+
+def inline_decided_branches(
+    node: NodeProto, small: Mapping[str, npt.NDArray[Any]], opsets: Mapping[str, int], taken: set[str]
+) -> None:
+    """Inline decided Ifs in the bodies of a node, in place: onnxruntime 1.31 crashes on one in another's branch.
+
+    Args:
+        node: an If, Loop or Scan.
+        small: name -> value of the constants that are known outside.
+        opsets: domain -> version.
+        taken: every name of the model; new ones are added.
+    """
+    for _, graph in bodies(node):
+        known = {**small, **_small(graph.initializer)}
+        pending, kept = deque(graph.node), []
+        while pending:
+            inner = pending.popleft()
+            if inner.op_type == "If" and inner.input[0] in known:
+                nodes, stored = chosen_branch(inner, bool(np.any(known[inner.input[0]])), taken)
+                graph.initializer.extend(stored)
+                known.update(_small(stored))
+                pending.extendleft(reversed(nodes))
+                continue
+            if is_constant(inner):
+                known.update(_small([constant_tensor(inner)]))
+            else:
+                known.update(fold(inner, known, opsets, weights_stay=True) or {})
+                inline_decided_branches(inner, known, opsets, taken)
+            kept.append(inner)
+        replace_nodes(graph, kept)
+
+
+def chosen_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[list[NodeProto], list[TensorProto]]:
+    """Return the nodes and stored tensors of the chosen branch, its outputs under the names of the If's.
+
+    Args:
+        node: an If.
+        condition: which branch.
+        taken: every name of the model; inner names are changed where they are taken, and added.
+    """
+    wanted = "then_branch" if condition else "else_branch"
+    branch = GraphProto()
+    branch.CopyFrom(next(graph for name, graph in bodies(node) if name == wanted))
+    computed = dict.fromkeys(name for inner in branch.node for name in inner.output if name)
+    renamed: dict[str, str] = {}
+    copies = []
+    for value, name in zip(branch.output, node.output, strict=True):
+        if not name:
+            continue
+        if value.name in computed and value.name not in renamed:
+            renamed[value.name] = name
+        else:  # stored in the branch, from outside, or given twice
+            copies.append((value.name, name))
+    owner = node_label(node)
+    for name in (*computed, *(tensor.name for tensor in branch.initializer)):
+        if name not in renamed:
+            renamed[name] = unique(f"{owner}/{name}", taken)
+    for inner in branch.node:
+        rename_reads(inner, renamed)
+        inner.output[:] = [renamed.get(name, name) for name in inner.output]
+        if inner.name:
+            inner.name = unique(f"{owner}/{inner.name}", taken)
+    for tensor in branch.initializer:
+        tensor.name = renamed[tensor.name]
+    nodes = list(branch.node)
+    nodes += [helper.make_node("Identity", [renamed.get(old, old)], [new]) for old, new in copies]
+    return nodes, list(branch.initializer)
+
+
+def _small(tensors: Iterable[TensorProto]) -> dict[str, npt.NDArray[Any]]:
+    return {tensor.name: array(tensor) for tensor in tensors if math.prod(tensor.dims) <= LARGEST}
+
 
 _LARGEST_MASK = 1 << 20  # elements of a constant that is computed: an attention mask of 1024 x 1024
 _SAME_TYPE = frozenset(

@@ -16,7 +16,7 @@ from onnx_backend.profiling.openvino_profile import profile_in_openvino
 from onnx_backend.profiling.speed import slow_in
 from onnx_backend.proto.inputs import inputs_of, noted_example
 from onnx_backend.proto.nodes import node_label
-from onnx_backend.runtime.random_feeds import random_array
+from onnx_backend.runtime.feeds import random_array
 from qsdk.core.errors import ConfigError, DataError, ModelError
 
 Array = npt.NDArray[Any]

@@ -1,18 +1,158 @@
 """The inputs of an ONNX model, and the sizes that its open axes had in the example it was quantized with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, helper
+from onnx import ModelProto, helper, shape_inference
 
-from onnx_backend.proto.graph_queries import input_names, unique
+from onnx_backend.proto.graph_queries import declared_sizes, input_names, unique
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import metadata
 from qsdk.core.encodings.provenance import EXAMPLE, example_sizes, example_text
-from qsdk.core.errors import ModelError
+from qsdk.core.errors import ConfigError, ModelError
+from qsdk.core.graph.graph import PAST, STEP, TOTAL
+
+#: Operators that ONNX defines by others, and whose shapes it then does not infer.
+_LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNormalization")
+
+
+def sizes_by_input(model: ModelProto, shapes: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int | None]]:
+    """Return the sizes of inputs that follow from sizes of inputs and of axes: input name -> sizes, None where open.
+
+    Of the numbers of tokens that a decoder with a cache has (past, new, and all of them), two give the third.
+
+    Args:
+        model: any.
+        shapes: input name -> all of its sizes, or the name of an open axis -> its size, in all inputs that have it.
+
+    Raises:
+        ConfigError: a name is of no input or open axis, or the numbers of tokens contradict each other.
+    """
+    axes = {name: size for name, size in shapes.items() if isinstance(size, int)}
+    if PAST in axes and STEP in axes:
+        axes.setdefault(TOTAL, axes[PAST] + axes[STEP])
+    found: dict[str, Sequence[int | None]] = {name: tuple(s) for name, s in shapes.items() if not isinstance(s, int)}
+    given: dict[str, int] = {}
+    known: set[str] = set()
+    for info in (info for info in model.graph.input if info.name in set(input_names(model.graph))):
+        named = [dim.dim_param for dim in info.type.tensor_type.shape.dim]
+        known.update(filter(None, named))
+        if info.name not in found and not axes.keys().isdisjoint(named):
+            pairs = zip(named, declared_sizes(info.type), strict=True)
+            found[info.name] = [axes.get(name, size) for name, size in pairs]
+        given.update(
+            (name, size) for name, size in zip(named, found.get(info.name, ()), strict=False) if size is not None
+        )
+    unknown = sorted(name for name in shapes if name in axes and name not in known)
+    if unknown:
+        raise ConfigError(f"shapes names the axes {', '.join(unknown)}; open are {', '.join(sorted(known)) or 'none'}")
+    past, step, total = (given.get(name) for name in (PAST, STEP, TOTAL))
+    if past is not None and step is not None and total not in (None, past + step):
+        raise ConfigError(
+            f"{past} tokens of the past ({PAST}) and {step} new ones ({STEP}) are not {total} ({TOTAL}); leave the "
+            "last one out, or make it their sum"
+        )
+    return found
+
+
+def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]], *, least: int = 1) -> ModelProto:
+    """Return a copy whose inputs have these sizes; axes that share the name of a dynamic one change with it.
+
+    Args:
+        model: any.
+        shapes: input name -> all of its sizes, None for one that stays open.
+        least: the smallest size.
+
+    Raises:
+        ConfigError: an unknown input, another rank, a size below the least, or one that contradicts a fixed one.
+    """
+    fixed = ModelProto()
+    fixed.CopyFrom(model)
+    infos = {info.name: info for info in fixed.graph.input if info.name in set(input_names(model.graph))}
+    unknown = sorted(set(shapes) - set(infos))
+    if unknown:
+        raise ConfigError(f"shapes= names {', '.join(unknown)}; the model's inputs are {', '.join(infos)}")
+    named: dict[str, set[int]] = {}
+    for name, sizes in shapes.items():
+        dims = infos[name].type.tensor_type.shape.dim
+        if len(sizes) != len(dims) or any(size is not None and size < least for size in sizes):
+            wanted = f"the input has {len(dims)} axes, of sizes above {least - 1}"
+            raise ConfigError(f"shapes[{name!r}] = {list(sizes)}: {wanted}")
+        for dim, size in zip(dims, sizes, strict=True):
+            if size is None:
+                continue
+            if dim.HasField("dim_value") and dim.dim_value > 0 and dim.dim_value != size:  # some exporters write -1
+                raise ConfigError(f"shapes[{name!r}] = {list(sizes)} contradicts the model's size {dim.dim_value}")
+            if dim.dim_param:
+                named.setdefault(dim.dim_param, set()).add(int(size))
+            dim.dim_value = int(size)
+    for info in (*fixed.graph.value_info, *fixed.graph.output):
+        for dim in info.type.tensor_type.shape.dim if info.type.tensor_type.HasField("shape") else ():
+            if dim.dim_param:
+                known = named.get(dim.dim_param, set())
+                dim.ClearField("dim_param")  # one without a size is inferred again, as is one of several
+                if len(known) == 1:
+                    dim.dim_value = next(iter(known))
+            elif dim.dim_value < 0:  # some exporters write -1 for an open axis
+                dim.ClearField("dim_value")
+    return fixed
+
+
+def with_sizes_of(model: ModelProto, values: Mapping[str, npt.NDArray[Any]]) -> ModelProto:
+    """Return a copy whose inputs have the sizes of these values, whatever was declared, and inferred shapes.
+
+    Args:
+        model: its inputs may lack a shape altogether.
+        values: by input name; inputs without one stay as they are.
+    """
+    fixed = ModelProto()
+    fixed.CopyFrom(model)
+    for info in fixed.graph.input:
+        if info.name in values:
+            shape = info.type.tensor_type.shape
+            del shape.dim[:]
+            shape.SetInParent()  # a scalar has a shape without axes
+            for size in np.shape(values[info.name]):
+                shape.dim.add().dim_value = size
+    for info in fixed.graph.output:
+        info.type.tensor_type.ClearField("shape")
+    del fixed.graph.value_info[:]
+    return with_inferred_shapes(fixed)
+
+
+def with_inferred_shapes(model: ModelProto) -> ModelProto:
+    """Return a model with the shapes that ONNX can infer."""
+    inferable = _inferable(model)
+    found = shape_inference.infer_shapes(inferable, data_prop=True)
+    for node, own in zip(found.graph.node, model.graph.node, strict=True) if inferable is not model else ():
+        node.CopyFrom(own)
+    return found
+
+
+def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
+    """Return the dimensions of every tensor whose shape is known, None for a dynamic one."""
+    found: dict[str, tuple[int | None, ...]] = {}
+    for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        if info.type.tensor_type.HasField("shape"):
+            found[info.name] = tuple(declared_sizes(info.type))
+    found.update((tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer)
+    return found
+
+
+def _inferable(model: ModelProto) -> ModelProto:
+    """Return a model of the same shapes, each operator without inference replaced by its first input."""
+    if all(node.op_type not in _LIKE_THEIR_INPUT for node in model.graph.node):
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    for node in result.graph.node:
+        if node.op_type in _LIKE_THEIR_INPUT and node.domain in ("", "ai.onnx"):
+            node.op_type = "Identity"
+            del node.input[1:], node.attribute[:]
+    return result
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnx_backend.dialects.readers import Readers, quantizers
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.proto.graph_queries import initializers, names_in, unique
+from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import (
     attributes,
     constant_tensor,

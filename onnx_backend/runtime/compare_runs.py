@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes
-from onnx_backend.runtime.random_feeds import random_feeds
+from onnx_backend.runtime.feeds import random_feeds
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, ModelError
 

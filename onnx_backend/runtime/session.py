@@ -2,7 +2,9 @@
 
 import math
 import os
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +13,12 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.proto.external_data import array, bytes_of
 from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.lazy_tensors import LargeTensor, with_large
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import types_of
+from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.kernel_casts import ROUNDED, has_other_floats
 from onnx_backend.qdq.read import block_scales
 from onnx_backend.runtime.blocked_layout import keep_blocks, optimized_model
@@ -23,6 +27,35 @@ from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine
 from qsdk.core.read_files import first_line_of
+
+
+def bounded_session(
+    model: ModelProto,
+    large: Mapping[str, LargeTensor],
+    in_memory: int,
+    *,
+    providers: Providers,
+    shares_memory: bool = False,
+) -> ort.InferenceSession:
+    """Open a session in the settings of the simulation.
+
+    Args:
+        model: with stubs for its large tensors, which are put into it if they fit.
+        large: these, by name.
+        in_memory: bytes of them that the model may hold.
+        providers: to run on.
+        shares_memory: see `simulation_session`.
+
+    Raises:
+        FileFormatError: the runtime cannot load the model.
+        ExportError: the temporary file cannot be written.
+    """
+    if sum(tensor.nbytes for tensor in large.values()) <= in_memory:
+        return simulation_session(with_large(model, large), shares_memory=shares_memory, providers=providers)
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
+        spooled = spool_large_tensors(model, large, Path(folder) / "weights")
+        return simulation_session(spooled, shares_memory=shares_memory, providers=providers)
+
 
 #: Optimizers that rewrite Q/DQ or their neighbours; `WeightBiasQuantization` even quantizes weights meant to stay
 #: float. Without these the highest level is as exact as no optimization at all, and it has the runtime's fast

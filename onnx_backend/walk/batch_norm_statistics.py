@@ -15,9 +15,9 @@ from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
-from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import Providers
+from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.sections import Section, Stream, bfloat16_in
 from qsdk.core.errors import DataError

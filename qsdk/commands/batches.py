@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_backend.proto.inputs import ModelInput
-from onnx_backend.runtime.random_feeds import random_array
+from onnx_backend.runtime.feeds import random_array
 from qsdk.commands.data.pictures import PICTURES, Preprocess, preprocess_of_options
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 from qsdk.core.read_files import read_archive, read_array

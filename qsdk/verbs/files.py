@@ -12,7 +12,6 @@ import numpy as np
 from onnx import ModelProto
 from torch import nn
 
-from onnx_backend import given_weights as onnx_given
 from onnx_backend import saved as saved_onnx
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.opening.stored_encodings import float_facts, stored_encodings
@@ -296,7 +295,6 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
         if model is not None:
             raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
         loaded = saved_onnx.restore_sim(file, where)
-        onnx_given.take(loaded, file.facts.get("given", []), file.parts, where)
         _take_facts(loaded, file, where)
         return loaded
     if file.door != "torch":

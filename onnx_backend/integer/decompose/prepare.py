@@ -13,8 +13,8 @@ from onnx_backend.integer.decompose.standardized import PARTS, standardized
 from onnx_backend.integer.decompose.unit_rows import unit_rows
 from onnx_backend.integer.ir.context import label
 from onnx_backend.passes.simplify import simplify
-from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.proto.graph_queries import names_in, nodes_reaching
+from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import declared_types, known_types

@@ -26,7 +26,7 @@ from onnx_backend.integer.ir.values import (
 )
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.opening.stored_encodings import UNMARKED
-from onnx_backend.proto.fixed_shapes import static_sizes, with_inferred_shapes
+from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.proto.weightless import declared_types
 from qsdk.core.planning.lower_bounds import lower_bounds, never_above_zero

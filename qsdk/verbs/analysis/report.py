@@ -14,7 +14,7 @@ from onnx_backend.proto import model_io
 from onnx_backend.proto.sizes import file_bytes, sizes
 from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.sim import OnnxSim
-from onnx_backend.sim_from_qdq import open_with_config
+from onnx_backend.sim_with_encodings import open_with_config
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, ModelError

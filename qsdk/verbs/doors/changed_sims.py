@@ -11,10 +11,9 @@ import torch
 from onnx import ModelProto, TensorProto, numpy_helper
 from torch import Tensor, nn
 
+from onnx_backend.opening.changed_models import rotated_model, untied_model
 from onnx_backend.opening.from_float import with_reasons_of_file
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.opening.rotated_model import rotated_model
-from onnx_backend.opening.untied_model import untied_model
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.qdq.marks import mark

@@ -12,15 +12,13 @@ import numpy.typing as npt
 from onnx import ModelProto
 from torch import Tensor
 
-from onnx_backend import given_weights, saved
+from onnx_backend import saved
 from onnx_backend.data_passes import outputs, quantizing_only, relu6, stored_by_name, visit_sites
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.proto.fixed_shapes import with_shapes
-from onnx_backend.proto.inputs import noted_example
-from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
+from onnx_backend.proto.inputs import noted_example, with_shapes
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, random_feeds
 from onnx_backend.runtime.providers import CPU_ONLY
-from onnx_backend.runtime.random_feeds import random_feeds
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
@@ -108,7 +106,7 @@ class OnnxDoor:
 
     def as_given(self) -> AbstractContextManager[bool]:
         """Restore the user's initializers."""
-        return given_weights.as_given(self.sim)
+        return self.sim.with_given_weights()
 
     def stored_values(self) -> Mapping[str, Array]:
         """Return the initializers of floats."""
@@ -195,7 +193,7 @@ class OnnxDoor:
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
         """Write the model, and those initializers of the user that verbs have replaced."""
-        parts = {**saved.parts_of(self.sim), **given_weights.parts_of(self.sim)}
+        parts = saved.parts_of(self.sim)
         write_sim(path, "onnx", self.sim.snapshot(), {**saved.facts_of(self.sim), **facts}, parts)
 
 

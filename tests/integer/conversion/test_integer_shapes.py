@@ -8,7 +8,7 @@ from onnx import TensorProto
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.proto.fixed_shapes import with_shapes
+from onnx_backend.proto.inputs import with_shapes
 from qsdk.core.errors import ConfigError, IntegerError
 
 

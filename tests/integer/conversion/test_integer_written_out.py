@@ -14,7 +14,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.proto.fixed_shapes import with_shapes
+from onnx_backend.proto.inputs import with_shapes
 from qsdk.core.errors import IntegerError
 
 # --- Einsum ----------------------------------------------------------------------------------------------------------

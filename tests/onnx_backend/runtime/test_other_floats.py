@@ -13,8 +13,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx_backend.proto.external_data import files_read
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.compare_runs import compare_runs, float_session
-from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
-from onnx_backend.runtime.random_feeds import random_feeds
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, random_feeds
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import DataError

@@ -1,11 +1,12 @@
 """A sim of a Q/DQ model and a config: what the file quantizes keeps its encodings, the rest is planned as float."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from glob import escape
 from typing import Any
 
-from onnx import ModelProto
+from onnx import ModelProto, numpy_helper
 
 from onnx_backend.export import require_companion
 from onnx_backend.opening.from_float import (
@@ -20,10 +21,12 @@ from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.opening.stored_encodings import with_flags
+from onnx_backend.passes.fold_batch_norm import may_fold
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, input_names
+from onnx_backend.proto.lazy_tensors import fake_quantize
 from onnx_backend.proto.model_io import source_name
-from onnx_backend.proto.nodes import attributes, is_mark, metadata
+from onnx_backend.proto.nodes import attributes, is_mark, metadata, node_label
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
 from onnx_backend.qdq.islands.narrow import as_simulated
@@ -33,14 +36,70 @@ from onnx_backend.runtime.session import with_float_weights
 from onnx_backend.sim import OnnxSim
 from onnx_backend.validation.validate import require_valid
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.encodings.match_to_model import MatchedEncodings, require_matched
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DType, dtype_named
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.from_encodings import misfit, owned_encodings, plan_with_given
+from qsdk.core.planning.from_encodings import misfit, owned_encodings, plan_as_given, plan_with_given
+from qsdk.core.planning.islands import with_given_islands
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.state import SimState
+
+NOT_MENTIONED = "the encodings file does not mention it"
+
+
+def sim_with_encodings(
+    source: ModelProto, place: Callable[[Graph], MatchedEncodings], where: str, *, strict: bool
+) -> tuple[OnnxSim, MatchedEncodings]:
+    """Open a float model, and quantize exactly the tensors that encodings are given for.
+
+    A BatchNorm or an added constant beside a layer is folded, as it was when the encodings were found, unless they
+    speak of the tensor that it reads.
+
+    Args:
+        source: the float model; it is not changed.
+        place: matches the given encodings to the tensors of a graph.
+        where: where these come from, for messages.
+        strict: refuse encodings that no tensor takes.
+
+    Raises:
+        FileFormatError: entries that do not fit; the model cannot be read.
+        ModelError: the model is quantized already, or cannot be raised.
+    """
+    model, graph, notes = open_unplanned(source, QuantConfig(), fold_batch_norm=False)
+    placed = place(graph)
+    stored = initializers(model.graph)
+    foldable = [node for node in model.graph.node if may_fold(node, stored)]
+    if foldable:
+        spoken_of = {graph.tensors[graph.sites[site]].name for site in (*placed.encodings, *placed.casts)}
+        read = {node_label(node): node.input[:1] if node.op_type != "Add" else node.input for node in foldable}
+        kept = [label for label, names in read.items() if spoken_of.intersection(names)]
+        model, graph, notes = open_unplanned(source, _keeping(kept))
+        placed = place(graph)
+    require_matched(placed, where, strict=strict)
+    without_origin(model)
+    _quantize_absorbed(model, graph, placed)
+    plan = with_given_islands(graph, plan_as_given(graph, placed.encodings, placed.casts, missing=NOT_MENTIONED))
+    state = SimState(None, plan, owned_encodings(plan, placed.encodings))
+    return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes), placed
+
+
+def _quantize_absorbed(model: ModelProto, graph: Graph, placed: MatchedEncodings) -> None:
+    """Replace stored rows, in place, by the values that a lookup in the quantized table returns."""
+    stored = initializers(model.graph)
+    for encoding, site in placed.absorbed.values():
+        tensor = stored[graph.tensors[graph.sites[site]].name]
+        tensor.CopyFrom(numpy_helper.from_array(fake_quantize(encoding, array(tensor)), tensor.name))
+
+
+def _keeping(owners: Iterable[str]) -> QuantConfig:
+    """Return a config that keeps these BatchNorms and Adds from being folded."""
+    config = QuantConfig()
+    for owner in owners:
+        config = config.skip(escape(owner))
+    return config
 
 
 def open_with_config(
