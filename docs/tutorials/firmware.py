@@ -141,20 +141,6 @@ axis.invert_yaxis()
 # %% [markdown]
 # The arena holds what a layer reads and what it writes, at the largest layer. Smaller pictures or fewer channels make it smaller.
 #
-# ## Chips without 64-bit products
-#
-# The multiplication above needs 64 bits for a moment. A small chip has no such product, or a slow one.
-# `product_bits=32` avoids it. The price is a tiny error, which is stated for every operation.
-
-# %%
-narrow = qsdk.to_integer("model.onnx", "narrow.onnx", firmware="network.h", product_bits=32)
-subprocess.run(command, check=True)
-output = subprocess.run(["./network"], input=codes.tobytes(), capture_output=True, check=True).stdout
-narrow_answers = np.frombuffer(output, np.uint8).reshape(-1, 10)
-print("accuracy with 32 bits:", (narrow_answers.argmax(1) == labels).mean().round(2))
-print("largest difference in a code:", int(np.abs(narrow_answers.astype(int) - answers).max()))
-
-# %% [markdown]
 # ## What you have seen
 #
 # 1. `to_integer(..., firmware="network.h")` writes a network as C: arrays, and a function for each layer.

@@ -79,9 +79,7 @@ class IntegerResult:
     @property
     def integers(self) -> bool:
         """Return True if the model computes on integers alone: no kernels with float scales, no float islands."""
-        certificate = self.certificate
-        kernels = certificate["target"] == "onnxruntime" or certificate["requantize"] == "qlinear"
-        return not kernels and not certificate["float_nodes"]
+        return self.certificate["target"] != "onnxruntime" and not self.certificate["float_nodes"]
 
 
 def convert(
@@ -90,10 +88,6 @@ def convert(
     target: str = "standard",
     edges: str = "float",
     rounding: Rounding = "half_even",
-    requantize: str = "integer",
-    weights: str = "auto",
-    product_bits: int = 64,
-    tables: str = "exact",
     allow_float: Sequence[str] = (),
 ) -> IntegerResult:
     """Convert a Q/DQ model to one that computes on integers; `model` is left as it is.
@@ -101,47 +95,38 @@ def convert(
     Args:
         model: a model of opset 13 or later whose activations pass QuantizeLinear/DequantizeLinear of at most 8 bits,
             per tensor, and whose weights are integers behind a DequantizeLinear.
-        target: `standard` writes standard ONNX operators, `onnxruntime` the quantized kernels of that runtime too,
+        target: `standard` writes standard ONNX operators; `onnxruntime` the quantized kernels of that runtime too,
+            with weights of int8 if those are exact on this processor, else of uint8 (the certificate records it);
             `portable` the integers of `standard` in operators and ranges that every runtime computes exactly.
         edges: `float` keeps float inputs and outputs behind one QuantizeLinear/DequantizeLinear each; `integer` takes
             and gives integers, with scale and zero point in the model's metadata.
         rounding: of exact ties in the requantization; `gemmlowp` rounds twice. Kernels round ties to even.
-        requantize: `integer` on integers alone, `qlinear` with QLinearConv and QLinearMatMul, whose scales are float
-            constants, wherever they fit. The target `onnxruntime` uses those in any case.
-        weights: of kernels. `unsigned` is exact on every processor; `signed` is faster, but on x86 processors without
-            VNNI the kernels for uint8 x int8 saturate sums of two products. `auto` is `signed` if the kernels of this
-            processor are exact; the certificate records the choice.
-        product_bits: of requantization on integers: 32 is for hardware without 64-bit products, and moves a value by up
-            to the stated `error_bound` of its row before it is rounded (ties up).
-        tables: of functions of 16-bit codes: `exact` with an entry for every code, `interpolated` by straight lines,
-            which are at most one code off, as the row records, in a fraction of the room.
         allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
 
     Raises:
         ConfigError: an option that does not exist in this version.
         IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
-    _require_options(target, edges, rounding, requantize, weights, product_bits, tables, allow_float)
-    kernels = "onnxruntime" if target == "onnxruntime" else "qlinear" if requantize == "qlinear" else ""
+    _require_options(target, edges, rounding, allow_float)
+    used = KernelChoice(signed=not products_saturate()) if target == "onnxruntime" else None
     source = inliner.inline_local_functions(model) if model.functions else model
     opset = _opset(source)
-    builder = Builder(_reserved(source), rounding, product_bits, interpolates=tables == "interpolated")
-    context = lowering_context(source, builder, edges, composes=kernels != "onnxruntime")
+    builder = Builder(_reserved(source), rounding)
+    context = lowering_context(source, builder, edges, composes=used is None)
     islands = Islands(allow_float)
     values, refusals = walk(source, context, islands)
     outputs = _leave(source, context, values, refusals)
     if refusals:
         raise IntegerError(_message(refusals, source, target))
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
-    used = _kernels(kernels, weights)
     operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
     integer = _assembled(source, context, outputs, opset, used, target)
-    require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
-    options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding, "tables": tables}
+    require_integer_only(integer, edges=edges, kernels=used is not None, islands=context.floats)
+    options = {"target": target, "edges": edges, "rounding": rounding}
     if used is not None:
         options["weights"] = "signed" if used.signed else "unsigned"
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
-    report, constants = _report(integer, certificate, edges, kernels), tuple(builder.initializers)
+    report, constants = _report(integer, certificate, edges), tuple(builder.initializers)
     known = origins(source.graph.node)
     return IntegerResult(integer, certificate, report, context.sites, operations, constants, known)
 
@@ -153,47 +138,18 @@ def _opset(model: ModelProto) -> int:
     return opset
 
 
-def _require_options(
-    target: str,
-    edges: str,
-    rounding: str,
-    requantize: str,
-    weights: str,
-    product_bits: int,
-    tables: str,
-    allow_float: Sequence[str],
-) -> None:
+def _require_options(target: str, edges: str, rounding: str, allow_float: Sequence[str]) -> None:
     if target not in ("standard", "onnxruntime", "portable"):
         raise ConfigError(f'target={target!r} is unknown; choose "standard", "onnxruntime" or "portable"')
-    if target == "portable" and (requantize != "integer" or product_bits != 64):
-        raise ConfigError(
-            'target="portable" computes everything in 32 bits by itself; leave requantize="integer" and product_bits=64'
-        )
     if target == "portable" and allow_float:
         raise ConfigError(
             'runtimes differ in what they compute in float: target="portable" takes no allow_float; quantize '
             + ", ".join(allow_float)
         )
-    if requantize not in ("integer", "qlinear"):
-        raise ConfigError(f'requantize={requantize!r} is unknown; choose "integer" or "qlinear"')
-    if weights not in ("auto", "unsigned", "signed"):
-        raise ConfigError(f'weights={weights!r} is unknown; choose "auto", "unsigned" or "signed"')
-    if product_bits not in (32, 64):
-        raise ConfigError(f"product_bits={product_bits!r} is unknown; choose 64 or 32")
-    if tables not in ("exact", "interpolated"):
-        raise ConfigError(f'tables={tables!r} is unknown; choose "exact" or "interpolated"')
     if edges not in ("float", "integer"):
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:
         raise ConfigError(f"rounding={rounding!r} is unknown; choose one of {', '.join(ROUNDINGS)}")
-
-
-def _kernels(kernels: str, weights: str) -> KernelChoice | None:
-    """Return the kernels that may be written, None for integer arithmetic alone."""
-    if not kernels:
-        return None
-    signed = weights == "signed" or (weights == "auto" and not products_saturate())
-    return KernelChoice(contrib=kernels == "onnxruntime", signed=signed)
 
 
 def _reserved(model: ModelProto) -> list[str]:
@@ -366,8 +322,8 @@ def _edge_row(codes: Codes) -> dict[str, Any]:
     return {"tensor": codes.name, "scale": scale, "zero_point": zero_point, "dtype": dtype}
 
 
-def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernels: str) -> Report:
-    findings = integer_findings(integer, edges=edges, kernels=kernels)
+def _report(integer: ModelProto, certificate: dict[str, Any], edges: str) -> Report:
+    findings = integer_findings(integer, edges=edges, kernels=certificate["target"] == "onnxruntime")
     rows = [
         {
             "node": row["node"],

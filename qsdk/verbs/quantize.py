@@ -332,10 +332,6 @@ def to_integer(
     target: Literal["standard", "onnxruntime", "portable"] = "standard",
     edges: Literal["float", "integer"] = "float",
     rounding: Rounding = "half_even",
-    requantize: Literal["integer", "qlinear"] = "integer",
-    weights: Literal["auto", "signed", "unsigned"] = "auto",
-    product_bits: Literal[64, 32] = 64,
-    tables: Literal["exact", "interpolated"] = "exact",
     allow_float: Sequence[str] = (),
     shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
@@ -356,10 +352,6 @@ def to_integer(
             which requantize with constant float scales; `portable` for the same integers on every runtime, in int32.
         edges: `float` keeps float32 inputs and outputs; `integer` is for callers that quantize themselves.
         rounding: of requantization: `half_even` (as QuantizeLinear), or as a chip does it.
-        requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
-        weights: of kernels: `unsigned` is exact on every processor, `signed` faster; `auto`: signed where it is exact.
-        product_bits: 64, or 32 for hardware without 64-bit products (rows then state the resulting error).
-        tables: of functions of 16-bit codes: `exact` (128 KiB), or `interpolated`: small, and off by at most one code.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
         data: batches, the first for measuring and needed sizes; None for random ones, sized as quantize's example.
@@ -380,7 +372,6 @@ def to_integer(
         0
     """
     require_firmware_path(firmware, out)
-    forms: dict[str, Any] = {"target": target, "edges": edges, "rounding": rounding, "requantize": requantize}
-    forms |= {"weights": weights, "product_bits": product_bits, "tables": tables, "allow_float": allow_float}
+    forms: dict[str, Any] = {"target": target, "edges": edges, "rounding": rounding, "allow_float": allow_float}
     source = model_io.with_weights(opened_qdq(model))
     return write_integer(source, out, **forms, shapes=shapes, data=data, firmware=firmware, progress=progress)

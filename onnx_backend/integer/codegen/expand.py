@@ -28,7 +28,6 @@ from onnx_backend.integer.ir.operations import (
     Table,
     WindowSum,
 )
-from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding
 from onnx_backend.integer.portable import requantize
 
@@ -77,8 +76,7 @@ def _as_faster_nodes(b: Builder, node: NodeProto, kernels: KernelChoice | None, 
     if not portable and node.output[0] in b.row_sums:
         standard.sum_rows(b, node, b.row_sums[node.output[0]])
         return True
-    contrib = kernels is not None and kernels.contrib
-    return channels_last.repeat(b, node) if contrib else max_of_slices.max_pool(b, node)
+    return channels_last.repeat(b, node) if kernels is not None else max_of_slices.max_pool(b, node)
 
 
 def live(operations: Sequence[Operation], outputs: set[str]) -> list[Operation]:
@@ -106,9 +104,7 @@ def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
     for operation in operations:
         if not isinstance(operation, Table) or operation.clips:
             others.update(operation.input)
-    requantizations = (
-        op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, RequantMultiplier)
-    )
+    requantizations = (op for op in operations if isinstance(op, Requantization))
     return {op.result for op in requantizations if op.result not in others}
 
 
@@ -163,16 +159,16 @@ def _fused(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kern
         if isinstance(maker, Accumulation):
             return runtime.layer(b, operation, maker, kernels)
         if isinstance(maker, Product):
-            return runtime.product(b, operation, maker, kernels)
+            return runtime.product(b, operation, maker)
         if isinstance(maker, WindowSum):
-            return kernels.contrib and runtime.pool(b, operation, maker)
+            return runtime.pool(b, operation, maker)
         if operation.softmax is not None:
-            return kernels.contrib and _softmax(b, operation, operation.softmax)
-        return kernels.contrib and runtime.addition(b, operation)
+            return _softmax(b, operation, operation.softmax)
+        return runtime.addition(b, operation)
     if isinstance(operation, Join):
         tables = {name: part for name, part in inputs.items() if isinstance(part, Table)}
-        return kernels.contrib and runtime.join(b, operation, tables)
-    return isinstance(operation, Table) and kernels.contrib and runtime.function(b, operation)
+        return runtime.join(b, operation, tables)
+    return isinstance(operation, Table) and runtime.function(b, operation)
 
 
 def _softmax(b: Builder, operation: Requantization, whole: Softmax | Shares) -> bool:

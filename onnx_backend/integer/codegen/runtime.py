@@ -39,12 +39,10 @@ class KernelChoice:
     """The kernels that may be written.
 
     Attributes:
-        contrib: those of the domain com.microsoft too, not only the standard QLinearConv and QLinearMatMul.
         signed: weights as int8 always. The kernels for uint8 x int8 are the fastest, but on x86 processors without
             VNNI they add pairs of products in 16 bits that saturate. Else int8 is written only where no pair can.
     """
 
-    contrib: bool
     signed: bool
 
 
@@ -57,7 +55,7 @@ def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: KernelCh
     if scale is None or bias is None or int(np.ptp(maker.weight)) > _UINT8:
         return False
     if maker.op_type == "Conv":
-        maker = in_blocks(b, maker) if kernels.contrib else maker
+        maker = in_blocks(b, maker)
         tensors = [*_activation(b, maker.codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
         tensors += _target(b, op.encoding)
         tensors += [b.constant(bias, np.int32)] if np.any(bias) else []
@@ -67,7 +65,7 @@ def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: KernelCh
         tensors = [*_activation(b, maker.codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
         _bounded(b, op, "QLinearMatMul", [*tensors, *_target(b, op.encoding)])
         return True
-    if kernels.contrib and maker.weight.ndim == 2 and maker.rank is not None and maker.rank >= 2:
+    if maker.weight.ndim == 2 and maker.rank is not None and maker.rank >= 2:
         _gemm(b, op, maker, scale, bias, kernels)
         return True
     return False
@@ -92,13 +90,11 @@ def _gemm(
     _bounded(b, op, "Reshape", [flat, shape])
 
 
-def product(b: Builder, op: Requantization, maker: Product, kernels: KernelChoice) -> bool:
+def product(b: Builder, op: Requantization, maker: Product) -> bool:
     """Write a product of two activations and its requantization as one kernel; False if none fits."""
     term = op.value.terms[0]
     exact = maker.left.encoding.scale * maker.right.encoding.scale
     if np.any(op.value.constant) or np.any(term.zero) or term.scale.size != 1 or term.scale.item() <= 0:
-        return False
-    if maker.op_type == "Mul" and not kernels.contrib:
         return False
     # a constant that was multiplied in is the left operand's
     left = _scaled(b, maker.left, float(term.scale.item() / exact))

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.codegen.standard_narrow import requantize_narrow
-from onnx_backend.integer.codegen.standard_segments import interpolate
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import Accumulation, Join, Product, Requantization, Table, WindowSum
-from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Array
 from qsdk.core.numerics.fixed_point import HIGH_MUL, MAX_SHIFT
@@ -69,10 +66,7 @@ def sum_rows(b: Builder, node: NodeProto, length: int) -> None:
 
 
 def requantize(b: Builder, op: Requantization) -> None:
-    """Write products, one rounding, zero point and saturation; with a `RequantMultiplier` in int64."""
-    if isinstance(op.plan, Requant32):
-        requantize_narrow(b, op, op.plan)
-        return
+    """Write products in int64, one rounding, zero point and saturation."""
     if op.rounding == "gemmlowp":
         rounded, lift, narrow = _twice_rounded(b, op, op.plan), np.zeros((), np.int64), False
     else:
@@ -81,15 +75,12 @@ def requantize(b: Builder, op: Requantization) -> None:
 
 
 def look_up(b: Builder, op: Table) -> None:
-    """Write a table as a Clip where it is one, as straight lines where it has them, else as a gather."""
+    """Write a table as a Clip where it is one, else as a gather."""
     lo, hi = int(op.table.min()), int(op.table.max())
     kind, from_wide = op.encoding.kind, op.table.size > 256
     if op.clips:
         op.row["form"] = "clip"
         b.write("Clip", [op.codes, b.constant(lo, kind), b.constant(hi, kind)], op.result)
-        return
-    if op.segments is not None:
-        interpolate(b, op, op.segments)
         return
     # GatherElements on the flattened tensor is several times faster than Gather in ONNX Runtime; threads share its rows
     index = op.codes if from_wide or op.codes in b.indices else b.cast(op.codes, TensorProto.INT32)

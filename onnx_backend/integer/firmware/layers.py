@@ -65,20 +65,6 @@ static inline int64_t qsdk_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t qsdk_min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int32_t qsdk_max32(int32_t a, int32_t b) { return a > b ? a : b; }
 static inline int32_t qsdk_min32(int32_t a, int32_t b) { return a < b ? a : b; }
-
-/* the same in 32 bits, for requantization without 64-bit products: half up, and nothing where n is 0 */
-static inline int32_t qsdk_half_up32(int32_t p, int32_t n)
-{
-    const uint32_t sign = (uint32_t)1 << 31;
-    return n == 0 ? p : (int32_t)(((uint32_t)(p + ((int32_t)1 << (n - 1))) + sign) >> n) - (int32_t)(sign >> n);
-}
-
-/* round_shift(clamp(x - zero, -cut, cut), before); a cut of 0 cuts nothing */
-static inline int32_t qsdk_term32(int32_t x, int32_t zero, int32_t cut, int32_t before)
-{
-    const int32_t term = x - zero;
-    return qsdk_half_up32(cut > 0 ? qsdk_max32(-cut, qsdk_min32(term, cut)) : term, before);
-}
 """
 _UNROLLED = 8  # taps of a row, at most
 _OPERATORS: Mapping[str, str] = MappingProxyType({"ADD": "+", "SUBTRACT": "-", "AND": "&", "SHIFT_RIGHT": ">>"})
@@ -261,22 +247,6 @@ def _table(low: _Layer) -> Lines:
     return _elementwise(low, lambda x: f"{low.name(1)}[{x}]", low.inputs[:1])
 
 
-def _interpolate(low: _Layer) -> Lines:
-    bits, first, base, slope = (low.name(i) for i in range(1, 5))
-    top, fraction = number(low.fields["hi"] << low.fields["fraction"]), low.fields["fraction"]
-
-    def body(to: str, place: str) -> Lines:
-        return [
-            f"const int32_t code = {low.name(0)}[{place}], cell = code >> 8, rest = code & 255, bits = {bits}[cell];",
-            f"const int32_t part = {first}[cell] + (rest >> bits), within = rest & ((1 << bits) - 1);",
-            f"const int32_t line = {base}[part] + {slope}[part] * within;",
-            low.store(to, f"qsdk_max32(0, qsdk_min32(line, {top})) >> {fraction}"),
-        ]
-
-    shape = low.out.shape
-    return _nest(shape, [_steps(shape, shape)] * 2, body)
-
-
 def _requantize(low: _Layer) -> Lines:
     return _elementwise(low, lambda *given: _requantized(low.op, given, low.inputs))
 
@@ -285,10 +255,6 @@ def _requantized(op: StaticOp, given: Sequence[str], tensors: Sequence[StaticTen
     """Return the code of the terms, their constants, the shift and the addend, with which `tensors` end too."""
     terms, shift, addend = op.fields["terms"], given[-2], given[-1]
     zero, lo, hi = (number(op.fields[key]) for key in ("code_zero_point", "lo", "hi"))
-    if op.kind == "REQUANTIZE_32":
-        rows = [given[k : 5 * terms : terms] for k in range(terms)]
-        parts = [f"qsdk_term32((int32_t){x}, {z}, {cut}, {before}) * {m}" for x, m, z, cut, before in rows]
-        return f"qsdk_max32({lo}, qsdk_min32(qsdk_half_up32({' + '.join([*parts, addend])}, {shift}) + {zero}, {hi}))"
     parts, wide = [], any(tensor.dtype in _WIDE for tensor in tensors[: -2 - terms])
     for x, m, tensor in zip(given, given[terms:], tensors[-2 - terms :], strict=False):
         plain = tensor.dtype == "int32" and _least(tensor) >= 0 and not wide
@@ -531,7 +497,7 @@ _FORMS: Mapping[str, Callable[[_Layer], Lines]] = MappingProxyType(
     {
         **dict.fromkeys(_OPERATORS, _binary),
         **dict.fromkeys(("MAXIMUM", "MINIMUM"), _extreme),
-        **dict.fromkeys(("REQUANTIZE", "REQUANTIZE_32"), _requantize),
+        "REQUANTIZE": _requantize,
         **dict.fromkeys(("CHANNEL_CONV", "WINDOW_SUM", "MAX_POOL"), _channelwise),
         **dict.fromkeys(("AXIS_SUM", "AXIS_MAX"), _reduce),
         "CAST": _same,
@@ -540,7 +506,6 @@ _FORMS: Mapping[str, Callable[[_Layer], Lines]] = MappingProxyType(
         "CONV": _conv,
         "COPY": _copy,
         "GATHER": _gather,
-        "INTERPOLATE": _interpolate,
         "MATMUL": _matmul,
         "MULTIPLY": _multiply,
         "STRIDED": _strided,

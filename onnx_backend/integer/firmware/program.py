@@ -33,16 +33,8 @@ The ops, on exact integers; codes are uint8, or int32 0..65535 where activations
   `half_even`, `half_up` (towards plus infinity; also where no tie can occur, so that any rounding will do:
   `ties_possible` is false), `half_away` (from zero). `gemmlowp` rounds twice: by `min(shift, 31)` bits half up, then
   by the rest, if any, half away.
-- `Requantize32` (inputs as above; parameters: `zero_0`, `cut_0`, `before_0`, `mantissa_0`, ... for each input, `shift`,
-  `addend`): codes `clamp(round_shift(p, shift) + zero_point, lo, hi)` where `p` is `addend` plus the sum of
-  `round_shift(t, before) * mantissa`, and `t` is `input - zero`, clamped to `-cut..cut` where `cut` is not 0. All of it
-  fits in int32, ties go up, and a shift of 0 leaves a number as it is.
 - `Table` (inputs: codes; parameters: `table`): `table[code]`.
 - `ClampCodes` (inputs: codes): `clamp(code, lo, hi)`.
-- `InterpolatedTable` (inputs: codes; parameters: `bits`, `first`, `base`, `slope`; attributes `top`, `fraction`):
-  straight lines instead of a table, of a `cell = code >> 8` and a `rest = code & 255`. With `segment = first[cell] +
-  (rest >> bits[cell])` and `within = rest % 2 ** bits[cell]` it is `clamp(base[segment] + slope[segment] * within, 0,
-  top << fraction) >> fraction`. All of it fits in int32.
 - Any other op is the ONNX operator of that name and attributes, of the program's `opset`, on integers. `Shape` of an
   input that is only measured may name a tensor of floats, whose dtype its entry in `inputs` says.
 """
@@ -66,8 +58,6 @@ from onnx_backend.integer.ir.operations import (
     Table,
     WindowSum,
 )
-from onnx_backend.integer.ir.piecewise_linear import FRACTION
-from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.proto.graph_queries import declared_sizes, unique
 from onnx_backend.proto.nodes import attributes
@@ -110,10 +100,8 @@ def firmware_program(result: IntegerResult) -> FirmwareProgram:
         ConfigError: the conversion wrote kernels with scales of their own, or kept nodes in float.
     """
     certificate = result.certificate
-    if certificate["target"] == "onnxruntime" or certificate["requantize"] != "integer":
-        raise ConfigError(
-            'firmware= needs target="standard" and requantize="integer": the kernels of a runtime have no program'
-        )
+    if certificate["target"] == "onnxruntime":
+        raise ConfigError('firmware= needs target="standard": the kernels of a runtime have no program')
     if certificate["float_nodes"]:
         raise ConfigError(
             f"firmware= needs integers alone; {certificate['float_nodes'][0]!r} stays float by allow_float="
@@ -309,8 +297,6 @@ def _window_sum(op: WindowSum) -> _Described:
 def _requantization(op: Requantization) -> _Described:
     lo, hi = op.bounds
     facts = {"rounding": op.rounding, "zero_point": op.encoding.zero_point, "lo": lo, "hi": hi}
-    if isinstance(op.plan, Requant32):
-        return "Requantize32", facts, _narrow(op.plan)
     facts["ties_possible"] = op.plan.ties
     terms = op.value.terms
     arrays = {f"mantissa_{i}": narrowest(m, (np.int32, np.int64)) for i, m in enumerate(op.plan.mantissas)}
@@ -320,24 +306,9 @@ def _requantization(op: Requantization) -> _Described:
     return "Requantize", facts, {**arrays, "addend": np.asarray(op.plan.addend, np.int64)}
 
 
-def _narrow(plan: Requant32) -> dict[str, Array]:
-    arrays: dict[str, Array] = {}
-    for i, term in enumerate(plan.terms):
-        parts = {"zero": term.zero, "cut": term.cut, "mantissa": term.mantissa}
-        arrays |= {f"{role}_{i}": narrowest(np.asarray(values), (np.int32,)) for role, values in parts.items()}
-        arrays[f"before_{i}"] = narrowest(np.asarray(term.before), (np.uint8,))
-    arrays["shift"] = narrowest(np.asarray(plan.shift), (np.uint8,))
-    return {**arrays, "addend": narrowest(np.asarray(plan.addend), (np.int32,))}
-
-
 def _table(op: Table) -> _Described:
     if op.clips:
         return "ClampCodes", {"lo": int(op.table.min()), "hi": int(op.table.max())}, {}
-    lines = op.segments
-    if lines is not None:
-        arrays = {"bits": narrowest(lines.bits, (np.uint8,)), "first": narrowest(lines.first, (np.int16,))}
-        arrays |= {"base": narrowest(lines.base, (np.int32,)), "slope": narrowest(lines.slope, (np.int32,))}
-        return "InterpolatedTable", {"top": lines.top, "fraction": FRACTION}, arrays
     return "Table", {}, {"table": narrowest(op.table, (np.uint16,) if op.encoding.wide else (np.uint8,))}
 
 

@@ -310,13 +310,10 @@ def _along_axes(low: _StaticLowering, op: dict[str, Any]) -> None:
 
 def _requantize(low: _StaticLowering, op: dict[str, Any]) -> None:
     attrs, parameters, terms = op["attributes"], op["parameters"], len(op["inputs"])
-    kind, last = "REQUANTIZE", "bias" if "bias" in parameters else "addend"
-    each = ["mantissa"]
-    if op["op"] == "Requantize32":
-        kind, each = "REQUANTIZE_32", ["mantissa", "zero", "cut", "before"]
-    roles = [*(f"{role}_{i}" for role in each for i in range(terms)), "shift", last]
+    last = "bias" if "bias" in parameters else "addend"
+    roles = [*(f"mantissa_{i}" for i in range(terms)), "shift", last]
     low.emit(
-        kind,
+        "REQUANTIZE",
         op,
         [*op["inputs"], *(parameters[role] for role in roles)],
         terms=terms,
@@ -330,12 +327,6 @@ def _requantize(low: _StaticLowering, op: dict[str, Any]) -> None:
 
 def _table(low: _StaticLowering, op: dict[str, Any]) -> None:
     low.emit("TABLE", op, [op["inputs"][0], op["parameters"]["table"]])
-
-
-def _interpolated(low: _StaticLowering, op: dict[str, Any]) -> None:
-    parts = [op["parameters"][role] for role in ("bits", "first", "base", "slope")]
-    attrs = op["attributes"]
-    low.emit("INTERPOLATE", op, [op["inputs"][0], *parts], hi=attrs["top"], fraction=attrs["fraction"])
 
 
 def _concat(low: _StaticLowering, op: dict[str, Any]) -> None:
@@ -404,14 +395,12 @@ _FORMS: Mapping[str, Callable[[_StaticLowering, dict[str, Any]], None]] = Mappin
         "Clip": _clip,
         "ClampCodes": _clamp,
         "Concat": _concat,
-        "InterpolatedTable": _interpolated,
         "MatMulCodes": _matmul,
         "MatMulInteger": _matmul,
         "MaxPool": _pool,
         "MultiplyCodes": _multiply,
         "ReduceMax": _along_axes,
         "Requantize": _requantize,
-        "Requantize32": _requantize,
         "Table": _table,
         "WindowSum": _pool,
         **dict.fromkeys(_BINARY, _binary),

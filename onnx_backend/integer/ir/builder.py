@@ -12,8 +12,6 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.exact_bounds import round_up
 from onnx_backend.integer.ir.operations import Operation, Requantization, Table
-from onnx_backend.integer.ir.piecewise_linear import segments
-from onnx_backend.integer.ir.requant32 import Requant32, requant32
 from onnx_backend.integer.ir.requantization import RequantMultiplier, requant_multiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Array, Linear, Lookup, Refused, Term
 from onnx_backend.proto.graph_queries import unique
@@ -47,15 +45,11 @@ class Shuffle:
 class Builder:
     """The recorder of an integer graph: its operations, initializers and the rows of its certificate."""
 
-    def __init__(
-        self, reserved: Sequence[str], rounding: Rounding, product_bits: int = 64, *, interpolates: bool = False
-    ) -> None:
+    def __init__(self, reserved: Sequence[str], rounding: Rounding) -> None:
         self.nodes: list[Operation] = []
         self.initializers: list[TensorProto] = []
         self.certificate: list[dict[str, Any]] = []
         self.rounding = rounding
-        self.product_bits = product_bits
-        self.interpolates = interpolates  # tables of 16-bit codes are written as straight lines
         self.label = ""  # the node being lowered
         self.behind = ""  # the node that computed its first input
         self.facts: dict[str, dict[str, Any]] = {}  # facts of the certificate about a node of the Q/DQ model
@@ -148,12 +142,8 @@ def requantize(b: Builder, value: Linear, encoding: ActivationEncoding, name: st
         codes = shuffle.move(requantize(b, unmoved, encoding, f"{name}.phases"))  # a byte moves faster than four
         next(op for op in reversed(b.nodes) if isinstance(op, Requantization)).row["tensor"] = codes
         return codes
-    multiplier: RequantMultiplier | Requant32
-    if b.product_bits == 32:
-        multiplier, rounding = requant32(value, encoding), "half_up"
-    else:
-        multiplier = requant_multiplier(value, encoding)
-        rounding = b.rounding if multiplier.ties or b.rounding == "gemmlowp" else "half_up"
+    multiplier = requant_multiplier(value, encoding)
+    rounding = b.rounding if multiplier.ties or b.rounding == "gemmlowp" else "half_up"
     lo, hi = (int(encoding.quantize(bound)) for bound in (value.lo, value.hi))
     result = b.fresh(name)
     row = {**_row(b, value, encoding, multiplier, rounding, result), "codes": [lo, hi]}
@@ -165,7 +155,7 @@ def _row(
     b: Builder,
     value: Linear,
     encoding: ActivationEncoding,
-    fixed: RequantMultiplier | Requant32,
+    fixed: RequantMultiplier,
     rounding: str,
     codes: str,
 ) -> dict[str, Any]:
@@ -184,13 +174,12 @@ def _row(
         "addends": np.asarray(fixed.addend).reshape(-1).tolist(),
         "output_zero_point": encoding.zero_point,
         "rounding": rounding,
-        "ties_possible": fixed.ties if isinstance(fixed, RequantMultiplier) else None,
+        "ties_possible": fixed.ties,
         "error_bound": round_up(fixed.error + _first_rounding(fixed, rounding) + _clip_error(value, encoding)),
-        **_pre_shifts(fixed),
     }
 
 
-def _first_rounding(fixed: RequantMultiplier | Requant32, rounding: str) -> Fraction:
+def _first_rounding(fixed: RequantMultiplier, rounding: str) -> Fraction:
     """Bound the first of two roundings, which only `gemmlowp` has: half a unit of the bits that the second takes."""
     shift = int(np.min(fixed.shift[fixed.shift > HIGH_MUL], initial=MAX_SHIFT + 1))
     return Fraction(1, 2 << (shift - HIGH_MUL)) if rounding == "gemmlowp" and shift <= MAX_SHIFT else Fraction(0)
@@ -206,21 +195,10 @@ def _clip_error(value: Linear, to: ActivationEncoding) -> Fraction:
     return worst
 
 
-def _pre_shifts(fixed: RequantMultiplier | Requant32) -> dict[str, Any]:
-    if isinstance(fixed, RequantMultiplier):
-        return {}
-    parts = {"pre_shifts": "before", "zeros": "zero", "cuts": "cut"}
-    return {
-        key: [np.asarray(getattr(term, name)).reshape(-1).tolist() for term in fixed.terms]
-        for key, name in parts.items()
-    }
-
-
 def look_up(b: Builder, value: Lookup, encoding: ActivationEncoding, name: str) -> str:
     """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
 
-    The table holds the result of QuantizeLinear for each input code, so it is exact by construction. Of 16-bit
-    codes it becomes straight lines, if those are wanted and take less room.
+    The table holds the result of QuantizeLinear for each input code, so it is exact by construction.
 
     Raises:
         Refused: one of the values is not a number.
@@ -247,26 +225,5 @@ def look_up(b: Builder, value: Lookup, encoding: ActivationEncoding, name: str) 
     }
     if table.size <= 256:  # those of 16 bits would be most of the certificate
         row["table"] = table.tolist()
-    operation = Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row)
-    if b.interpolates and table.size > 256 and not operation.clips:
-        operation = _interpolated(operation)
-    b.nodes.append(operation)
+    b.nodes.append(Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row))
     return result
-
-
-def _interpolated(table: Table) -> Table:
-    """Return a table as straight lines, unless it jumps so often that they would be larger; its row records that."""
-    lines = segments(table.table, table.encoding.hi)
-    whole = table.table.size * (2 if table.encoding.wide else 1)
-    if lines.bytes >= whole:
-        table.row["kept_exact"] = f"its {lines.base.size} segments would take {lines.bytes} bytes, the table {whole}"
-        return table
-    table.row.update(
-        form="interpolated table",
-        error_bound=float(lines.deviation),
-        segments=int(lines.base.size),
-        table_bytes=lines.bytes,
-        largest_deviation=lines.deviation,
-        codes_differing=lines.differing,
-    )
-    return replace(table, segments=lines)

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.piecewise_linear import Segments
-from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Array, Function, Linear
 
@@ -185,7 +183,7 @@ class Requantization(SingleResult):
 
     value: Linear
     encoding: ActivationEncoding
-    plan: RequantMultiplier | Requant32
+    plan: RequantMultiplier
     rounding: str
     bounds: tuple[int, int]
     result: str
@@ -201,7 +199,7 @@ class Requantization(SingleResult):
 
 @dataclass(frozen=True)
 class Table(CodesReader):
-    """Codes to codes by a table with one entry per code, or by the straight lines that replace it.
+    """Codes to codes by a table with one entry per code.
 
     Attributes:
         codes: the uint8 tensor that indexes it.
@@ -212,7 +210,6 @@ class Table(CodesReader):
         result: name of the codes.
         label: the node of the Q/DQ model.
         row: its row of the certificate.
-        segments: the straight lines that are written instead of the table, or None.
     """
 
     codes: str
@@ -223,7 +220,6 @@ class Table(CodesReader):
     result: str
     label: str
     row: dict[str, Any] = field(compare=False)
-    segments: Segments | None = field(default=None, compare=False)
 
     @property
     def clips(self) -> bool:

@@ -56,13 +56,12 @@ class FloatUse:
 
 
 def integer_findings(
-    model: ModelProto, *, edges: str = "float", kernels: str = "", islands: Collection[str] = ()
+    model: ModelProto, *, edges: str = "float", kernels: bool = False, islands: Collection[str] = ()
 ) -> list[FloatUse]:
     """Return everything in a model that is not integer-only; an empty list means that it is.
 
-    `kernels` names the kernels that may requantize with constant float scales besides integer operators: `qlinear`
-    QLinearConv and QLinearMatMul, `onnxruntime` also the quantized operators of com.microsoft. No tensor between the
-    edges is float, except those in `islands`.
+    `kernels` allows QLinearConv, QLinearMatMul and the quantized operators of com.microsoft, which requantize with
+    constant float scales, besides integer operators. No tensor between the edges is float, except those in `islands`.
 
     With `edges="float"` a QuantizeLinear may read a float graph input and a DequantizeLinear may write a float graph
     output, with their float scales, and an input may be float that nothing reads; with `edges="integer"` there is no
@@ -71,7 +70,7 @@ def integer_findings(
     findings = [
         FloatUse("domain", entry.domain, "the model imports a domain outside the standard")
         for entry in model.opset_import
-        if entry.domain not in _STANDARD and not (kernels == "onnxruntime" and entry.domain == _CONTRIB)
+        if entry.domain not in _STANDARD and not (kernels and entry.domain == _CONTRIB)
     ]
     findings += [FloatUse("domain", f.name, "a model-local function hides its body") for f in model.functions]
     try:
@@ -90,7 +89,7 @@ def integer_findings(
 
 
 def require_integer_only(
-    model: ModelProto, *, edges: str = "float", kernels: str = "", islands: Collection[str] = ()
+    model: ModelProto, *, edges: str = "float", kernels: bool = False, islands: Collection[str] = ()
 ) -> None:
     """Raise unless the model is integer-only between its edges.
 
@@ -121,10 +120,9 @@ def _in_island(node: NodeProto, islands: frozenset[str]) -> bool:
     return bool(islands.intersection(node.output)) or (node.op_type == "QuantizeLinear" and node.input[0] in islands)
 
 
-def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
+def _scale_inputs(node: NodeProto, kernels: bool) -> list[str]:
     """Return the inputs of a node that may be float constants: the scales of a kernel that is allowed."""
-    allowed = node.domain in _STANDARD if kernels == "qlinear" else kernels == "onnxruntime"
-    if not allowed or node.op_type not in _SCALES:
+    if not kernels or node.op_type not in _SCALES:
         return []
     if node.op_type == "QLinearConcat":
         return list(node.input[::3])
@@ -132,7 +130,7 @@ def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
 
 
 def _graph_findings(
-    graph: GraphProto, at_edge: set[int], unread: set[str], kernels: str, islands: frozenset[str]
+    graph: GraphProto, at_edge: set[int], unread: set[str], kernels: bool, islands: frozenset[str]
 ) -> Iterator[FloatUse]:
     types = {i.name: i.type for i in (*graph.input, *graph.output, *graph.value_info)}
     edge_nodes = [node for index, node in enumerate(graph.node) if index in at_edge]
@@ -144,7 +142,7 @@ def _graph_findings(
     constants = {tensor.name for tensor in graph.initializer}
     yield from _tensor_findings(graph, types, free, scales)
     for index, node in enumerate(graph.node):
-        if node.domain not in _STANDARD and not (kernels == "onnxruntime" and node.op_type in _SCALES):
+        if node.domain not in _STANDARD and not (kernels and node.op_type in _SCALES):
             yield FloatUse("domain", node_label(node), f"{node.op_type} is of domain {node.domain!r}")
         if index in at_edge or _in_island(node, islands):
             continue
@@ -196,7 +194,7 @@ def _attribute_findings(node: NodeProto) -> Iterator[FloatUse]:
             yield FloatUse("float tensor", node_label(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
             for graph in [value] if attribute.type == AttributeProto.GRAPH else value:
-                yield from _graph_findings(graph, set(), set(), "", frozenset())
+                yield from _graph_findings(graph, set(), set(), False, frozenset())
 
 
 def _dtype(code: int) -> str:

@@ -42,16 +42,6 @@ def add_to_integer(commands: Any) -> None:
         help="of requantization: half_even, half_up, half_away or gemmlowp (default: half_even)",
     )
     integer.add_argument(
-        "--requantize", choices=("integer", "qlinear"), default="integer", help="on integers alone, or by QLinearConv"
-    )
-    integer.add_argument(
-        "--weights", choices=("auto", "unsigned", "signed"), default="auto", help="of kernels (see the guide)"
-    )
-    integer.add_argument("--product-bits", type=int, choices=(32, 64), default=64, help="of requantization")
-    integer.add_argument(
-        "--tables", choices=("exact", "interpolated"), default="exact", help="of functions of 16-bit codes"
-    )
-    integer.add_argument(
         "--allow-float", action="append", default=[], metavar="GLOB", help="a node or op type that may stay float"
     )
     integer.add_argument(

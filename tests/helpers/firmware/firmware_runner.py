@@ -172,38 +172,7 @@ def requantize(attrs, constants, *inputs):
     return codes.clip(attrs["lo"], attrs["hi"])
 
 
-def requantize_32(attrs, constants, *inputs):
-    product = constants["addend"].astype(np.int64)
-    for i, x in enumerate(inputs):
-        zero, cut, before, mantissa = (
-            constants[f"{role}_{i}"].astype(np.int64) for role in ("zero", "cut", "before", "mantissa")
-        )
-        term = fitting(x.astype(np.int64) - zero)
-        term = np.where(cut > 0, np.clip(term, -cut, cut), term)
-        product = fitting(product + fitting(half_up(term, before) * mantissa))
-    codes = half_up(product, constants["shift"].astype(np.int64)) + attrs["zero_point"]
-    return codes.clip(attrs["lo"], attrs["hi"])
-
-
-def half_up(values, shift):
-    return fitting(values + ((1 << shift) >> 1)) >> shift
-
-
-def fitting(values):
-    assert (np.abs(values) < 1 << 31).all()
-    return values
-
-
-def interpolated_table(attrs, constants, codes):
-    cell, rest = np.divmod(codes, np.int32(256))
-    size = np.int32(1) << constants["bits"][cell].astype(np.int32)
-    segment = constants["first"][cell] + rest // size
-    line = constants["base"][segment] + constants["slope"][segment] * (rest % size)  # in int32
-    return np.clip(line, 0, attrs["top"] << attrs["fraction"]) >> attrs["fraction"]
-
-
 OPS = {
-    "Requantize32": requantize_32,
     "AccumulateConv": accumulate_conv,
     "AccumulateMatMul": accumulate_matmul,
     "MatMulCodes": lambda attrs, constants, left, right: np.matmul(*centred(attrs, left, right)),
@@ -215,6 +184,5 @@ OPS = {
     "MaxPool": max_pool,
     "GatherElements": lambda attrs, constants, x, index: np.take_along_axis(x, index.astype(int), attrs["axis"]),
     "Table": lambda attrs, constants, x: constants["table"][x],
-    "InterpolatedTable": interpolated_table,
     "ClampCodes": lambda attrs, constants, x: np.clip(x, attrs["lo"], attrs["hi"]),
 }

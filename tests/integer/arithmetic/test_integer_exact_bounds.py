@@ -121,12 +121,6 @@ def test_every_bound_holds_in_exact_arithmetic(op, kind):
         require_bound(*layered(op, kind, seed))
 
 
-@pytest.mark.parametrize(("op", "kind"), list(itertools.product(OPS, ("uint8", "int8", "int4"))))
-def test_every_bound_of_32_bit_products_holds_in_exact_arithmetic(op, kind):
-    for seed in range(2):
-        require_bound(*layered(op, kind, seed), product_bits=32)
-
-
 @pytest.mark.parametrize("rounding", ["half_up", "half_away", "gemmlowp"])
 def test_the_bound_holds_with_every_rounding(rounding):
     for seed in range(3):
@@ -158,26 +152,13 @@ def test_a_bound_is_attained_by_the_largest_accumulator():
     assert misfit <= Fraction(row["error_bound"]) <= misfit * Fraction(1001, 1000)
 
 
-@pytest.mark.parametrize("bits", [64, 32])
-def test_the_rounding_of_a_constant_is_counted(bits):
+def test_the_rounding_of_a_constant_is_counted():
     net, count = Net(0), 64
     x = net.qdq(net.input([1, count]), 0.3, 0, INT8)
     constant = np.random.default_rng(1).uniform(-3, 3, count).astype(np.float32)
     net.output(net.qdq(net.op("Add", x, net.const(constant)), 0.3, 0, INT8), [1, count])
-    worst, row = require_bound(net.model(), {"x": np.zeros((1, count), np.float32)}, product_bits=bits)
+    worst, row = require_bound(net.model(), {"x": np.zeros((1, count), np.float32)})
     assert worst > 0.4 / 2 ** row["shifts"][0], "every constant is exact, so the test cannot see its rounding"
-
-
-def test_the_rounding_before_a_32_bit_product_is_counted():
-    # powers of two: the mantissa is exact, so that the shift in front of the product is all that rounds
-    net, rng = Net(0), np.random.default_rng(2)
-    x = net.qdq(net.input([16, 64]), 0.5, 0, INT8)
-    w = net.op("DequantizeLinear", net.const(np.full((64, 1), 127, np.int8)), net.const(np.float32(2.0**-6)))
-    net.output(net.qdq(net.op("MatMul", x, w), 64.0, 0, INT8), [16, 1])
-    feeds = {"x": (rng.integers(-128, 128, (16, 64)) * np.float32(0.5)).astype(np.float32)}
-    worst, row = require_bound(net.model(), feeds, product_bits=32)
-    assert row["pre_shifts"][0][0] > 1
-    assert worst > row["error_bound"] / 4
 
 
 @pytest.mark.parametrize("steps", [1e-3, 1e5])

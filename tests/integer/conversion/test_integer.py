@@ -759,8 +759,6 @@ def test_conversion_is_deterministic():
     ("option", "message"),
     [
         ({"target": "tflite"}, 'choose "standard", "onnxruntime" or "portable"'),
-        ({"requantize": "float"}, 'choose "integer" or "qlinear"'),
-        ({"weights": "int8"}, 'choose "auto", "unsigned" or "signed"'),
         ({"edges": "none"}, '"float" or "integer"'),
         ({"rounding": "up"}, "half_even"),
     ],

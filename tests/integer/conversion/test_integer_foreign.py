@@ -20,7 +20,6 @@ U8, S8, U16, S16, U4, S4 = (
 OPTIONS = {
     "standard": {},
     "onnxruntime": {"target": "onnxruntime"},
-    "qlinear": {"requantize": "qlinear"},
 }
 
 

@@ -11,8 +11,7 @@ from onnx_backend.integer.verify.integer_only import integer_findings
 def compare(model, feeds, kinds, tolerance=0.002, **options):
     """Convert; every level agrees with the Q/DQ model within 1 LSB, mostly 0; `kinds` are the kernels expected."""
     result = convert(model, **options)
-    kernels = "onnxruntime" if options.get("target") == "onnxruntime" else "qlinear"
-    assert integer_findings(result.model, kernels=kernels) == []
+    assert integer_findings(result.model, kernels=True) == []
     assert integer_findings(result.model) != []  # they are kernels with float scales, which only that exception allows
     found = {node.op_type for node in result.model.graph.node}
     assert set(kinds) <= found, found
@@ -32,13 +31,11 @@ def uniform(shape, seed=1, reach=4.0):
 
 
 ORT = {"target": "onnxruntime"}
-QLINEAR = {"requantize": "qlinear"}
 
 
-@pytest.mark.parametrize("options", [ORT, QLINEAR])
 @pytest.mark.parametrize("dtype", [UINT8, INT8])
 @pytest.mark.parametrize("bias", [False, True])
-def test_conv_becomes_one_kernel(options, dtype, bias):
+def test_conv_becomes_one_kernel(dtype, bias):
     net = Net()
     zero = 117 if dtype == UINT8 else -11
     x = net.qdq(net.input([2, 8, 9, 9]), 0.031, zero, dtype)
@@ -46,7 +43,7 @@ def test_conv_becomes_one_kernel(options, dtype, bias):
     tail = [net.bias(16, 0.031, scale)] if bias else []
     y = net.op("Relu", net.op("Conv", x, weight, *tail, group=2, pads=[1] * 4))
     net.output(net.qdq(y, 0.029, zero, dtype), [2, 16, 9, 9])
-    result = compare(net.model(), {"x": uniform([2, 8, 9, 9])}, ["QLinearConv", "Clip"], **options)
+    result = compare(net.model(), {"x": uniform([2, 8, 9, 9])}, ["QLinearConv", "Clip"], **ORT)
     assert "ConvInteger" not in {n.op_type for n in result.model.graph.node}
 
 
@@ -62,8 +59,6 @@ def test_matmul_with_and_without_bias(shape, bias):
     net.output(net.qdq(y, 0.02, 119), ["n", *shape[1:-1], 10])
     kind = "QGemm" if bias else "QLinearMatMul"
     compare(net.model(), {"x": uniform(shape)}, [kind], **ORT)
-    if not bias:
-        compare(net.model(), {"x": uniform(shape)}, ["QLinearMatMul"], **QLINEAR)
 
 
 def test_weights_of_four_bits_and_one_scale():
@@ -98,7 +93,6 @@ def test_matmul_of_two_activations():
     net.output(net.qdq(scaled, 0.07, 128), [2, 7, 9])
     feeds = {"a": uniform([2, 7, 16]), "c": uniform([2, 16, 9], 2)}
     compare(net.model(), feeds, ["QLinearMatMul"], **ORT)
-    compare(net.model(), feeds, ["QLinearMatMul"], **QLINEAR)
 
 
 @pytest.mark.parametrize("case", ["global", "mean", "mean without dims", "average"])
@@ -152,6 +146,13 @@ def test_concat_takes_its_parts_to_one_encoding():
     assert not {"GatherElements", "Concat"} & {node.op_type for node in result.model.graph.node}
 
 
+@pytest.fixture
+def saturating(monkeypatch):
+    """A processor whose kernels add pairs of products in 16 bits."""
+    monkeypatch.setattr("onnx_backend.integer.convert.products_saturate", lambda: True)
+
+
+@pytest.mark.usefixtures("saturating")
 def test_a_weight_is_int8_only_where_no_pair_of_products_saturates():
     stored = {}
     for top in (64, 127):
@@ -162,26 +163,22 @@ def test_a_weight_is_int8_only_where_no_pair_of_products_saturates():
         net.output(net.qdq(net.op("Conv", x, weight), 1.0, 0), [1, 4, 4, 4])
         feeds = {"x": np.full([1, 8, 4, 4], 0.031 * 255, np.float32)}
         model = (
-            compare(net.model(), feeds, ["QLinearConv"], weights="unsigned", **ORT).model
+            compare(net.model(), feeds, ["QLinearConv"], **ORT).model
             if top == 64
-            else convert(net.model(), weights="unsigned", **ORT).model
+            else convert(net.model(), **ORT).model
         )
         np.testing.assert_allclose(run(model, feeds)["y"], simulate(net.model(), feeds)["y"])
         node = next(n for n in model.graph.node if n.op_type == "QLinearConv")
         stored[top] = next(t.data_type for t in model.graph.initializer if t.name == node.input[3])
-        signed = convert(net.model(), weights="signed", **ORT).model
-        assert INT8 in {t.data_type for t in signed.graph.initializer}
     assert stored == {64: INT8, 127: UINT8}
 
 
-@pytest.mark.parametrize("options", [ORT, QLINEAR])
 @pytest.mark.parametrize("dtype", [UINT8, INT8])
-def test_a_whole_network(options, dtype):
+def test_a_whole_network(dtype):
     model = small_cnn(dtype=dtype)
     feeds = {"x": uniform([4, 3, 12, 12])}
-    result = convert(model, **options)
-    kernels = "onnxruntime" if options is ORT else "qlinear"
-    assert integer_findings(result.model, kernels=kernels) == []
+    result = convert(model, **ORT)
+    assert integer_findings(result.model, kernels=True) == []
     simulated = simulate(model, feeds)["y"]
     for level in LEVELS:
         found = run(result.model, feeds, level)["y"]
@@ -201,7 +198,7 @@ def test_sixteen_bits_keep_their_integer_form():
         net.output(net.qdq(net.op("GlobalAveragePool", y), *first), [2, 16, 1, 1])
         feeds = {"x": uniform([2, 8, 5, 5])}
         model = convert(net.model(), **ORT).model
-        assert integer_findings(model, kernels="onnxruntime") == []
+        assert integer_findings(model, kernels=True) == []
         found, wanted = run(model, feeds)["y"], simulate(net.model(), feeds)["y"]
         assert np.abs(found - wanted).max() <= max(first[0], second[0] / 10) * 1.01
 
@@ -263,12 +260,11 @@ def test_weights_are_what_the_kernels_of_this_processor_add_up_exactly(monkeypat
     weight = net.op("DequantizeLinear", net.const(layer.astype(np.int8)), net.const(np.float32(0.01)))
     net.output(net.qdq(net.op("Conv", x, weight), 0.9, 128), [1, 8, 4, 4])
     monkeypatch.setattr("onnx_backend.integer.convert.products_saturate", lambda: saturate)
-    for options in (ORT, QLINEAR):
-        made = convert(net.model(), **options)
-        assert made.certificate["weights"] == weights
-        (kernel,) = (node for node in made.model.graph.node if node.op_type == "QLinearConv")
-        stored = next(t for t in made.model.graph.initializer if t.name == kernel.input[3])
-        assert stored.data_type == dtype
+    made = convert(net.model(), **ORT)
+    assert made.certificate["weights"] == weights
+    (kernel,) = (node for node in made.model.graph.node if node.op_type == "QLinearConv")
+    stored = next(t for t in made.model.graph.initializer if t.name == kernel.input[3])
+    assert stored.data_type == dtype
 
 
 def bent_layer(op, kind, slopes, dtype=UINT8, *, edge=0):
@@ -291,6 +287,7 @@ def bent_layer(op, kind, slopes, dtype=UINT8, *, edge=0):
     return net.model(), {"x": uniform([2, 4, 9, 9] if conv else [7, 12])}
 
 
+@pytest.mark.usefixtures("saturating")
 @pytest.mark.spread(6)
 @pytest.mark.parametrize("dtype", [UINT8, INT8])
 @pytest.mark.parametrize("kind", ["Conv", "Gemm"])
@@ -308,22 +305,24 @@ def bent_layer(op, kind, slopes, dtype=UINT8, *, edge=0):
 def test_a_slope_behind_a_layer_is_the_extreme_of_two_kernels(op, slopes, kind, dtype):
     model, feeds = bent_layer(op, kind, slopes, dtype)
     layer = "QLinearConv" if kind == "Conv" else "QGemm"
-    result = compare(model, feeds, [layer, "Min" if slopes[0] > 1 else "Max"], weights="unsigned", **ORT)
+    result = compare(model, feeds, [layer, "Min" if slopes[0] > 1 else "Max"], **ORT)
     ops = [node.op_type for node in result.model.graph.node]
     assert ops.count(layer) + ops.count("QLinearMatMul") == 2  # without a bias, which a slope of 0 takes away
     assert not {"ConvInteger", "MatMulInteger", "Cast"} & set(ops)
     assert all(row["error_bound"] < 1e-3 for row in result.certificate["requantizations"])
 
 
+@pytest.mark.usefixtures("saturating")
 def test_slopes_on_both_sides_of_one_add_their_parts():
     model, feeds = bent_layer("PRelu", "Conv", [0.2, 1.6, 0.1, 2.5, 0.0, 1.0])
-    result = compare(model, feeds, ["QLinearConv"], weights="unsigned", **ORT)
+    result = compare(model, feeds, ["QLinearConv"], **ORT)
     assert not {"Max", "Min"} & {node.op_type for node in result.model.graph.node}
 
 
+@pytest.mark.usefixtures("saturating")
 def test_the_largest_weights_of_a_channel_whose_slope_is_negative_change_their_sign():
     """-128 becomes 128, which is stored as uint8; beside 127 and -127 of other channels that is the whole grid."""
     model, feeds = bent_layer("PRelu", "Conv", [-0.3, 0.2, 0.2, 0.2, 0.2, 0.2], edge=-128)
     feeds = {"x": np.full([2, 4, 9, 9], -0.031 * 117, np.float32)}  # every sum is the largest that there is
-    result = compare(model, feeds, ["QLinearConv", "Max"], weights="unsigned", **ORT)
+    result = compare(model, feeds, ["QLinearConv", "Max"], **ORT)
     assert [node.op_type for node in result.model.graph.node].count("QLinearConv") == 2

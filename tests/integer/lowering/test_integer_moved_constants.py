@@ -77,7 +77,6 @@ def test_class_tokens_join_patches_of_any_batch_exactly(kind):
     feeds = {"x": noise((3, 5, 8))}
     result = compare(net.model(), feeds, tolerance=0.0)
     assert "Expand" in {node.op_type for node in result.model.graph.node}
-    compare(net.model(), {"x": noise((1, 5, 8))}, tolerance=0.0, product_bits=32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,18 +136,15 @@ def test_a_pad_behind_a_slope_and_before_a_clip():
 
 
 @pytest.mark.parametrize("slopes", [(-0.5, 0.3, 0.0), (-0.5, -0.2, -1.5), (0.0, 0.0, 0.0), (0.2, 0.0, 1.0)])
-@pytest.mark.parametrize(
-    ("encoding", "product_bits"),
-    [((0.031, 119, UINT8), 64), ((0.031, -100, INT8), 32), ((0.0002, 30000, UINT16), 64)],
-)
-def test_slopes_of_any_sign_behind_a_layer(slopes, encoding, product_bits):
+@pytest.mark.parametrize("encoding", [(0.031, 119, UINT8), (0.031, -100, INT8), (0.0002, 30000, UINT16)])
+def test_slopes_of_any_sign_behind_a_layer(slopes, encoding):
     net = Net()
     x = net.qdq(net.input(["n", 3, 6, 6]), 0.05, 100)
     w, scale = net.weight((3, 3, 1, 1), 0)
     slope = net.const(np.float32(slopes).reshape(3, 1, 1))
     y = net.op("PRelu", net.op("Conv", x, w, net.bias(3, 0.05, scale)), slope)
     net.output(net.qdq(y, *encoding), ["n", 3, 6, 6])
-    compare(net.model(), {"x": noise((2, 3, 6, 6))}, tolerance=0.02, product_bits=product_bits)
+    compare(net.model(), {"x": noise((2, 3, 6, 6))}, tolerance=0.02)
 
 
 @pytest.mark.parametrize("form", ["codes", "function", "clipped", "computed slope"])
@@ -179,7 +175,6 @@ def test_a_number_fills_what_only_a_run_knows_the_size_of(number):
     net.output(net.qdq(net.op("Concat", start, x, axis=1), 0.04, 120), ["n", 7, 8])
     result = compare(net.model(), {"x": noise((3, 5, 8))}, tolerance=0.0)
     assert result.report.summary["float_tensors"] == 0
-    compare(net.model(), {"x": noise((1, 5, 8))}, tolerance=0.0, product_bits=32)
 
 
 def test_fixed_sizes_leave_the_codes_of_an_expanded_constant_to_the_conversion(tmp_path):

@@ -65,14 +65,6 @@ def test_roundings_where_ties_occur(rounding, tmp_path):
     assert [op["attributes"]["rounding"] for op in made.ops if op["op"] == "Requantize"] == [rounding]
 
 
-@pytest.mark.parametrize(
-    "name", ["cnn", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("residual", "pools"))]
-)
-def test_requantization_in_32_bits(name, tmp_path):
-    made = compare(*IN_C[name](), tmp_path, "-fsanitize=undefined,address", "-fno-sanitize-recover", product_bits=32)
-    assert "Requantize32" in {op["op"] for op in made.ops}
-
-
 @pytest.mark.parametrize("name", ["cnn of int8", "16 bits"])
 def test_integer_edges(name, tmp_path):
     compare(*IN_C[name](), tmp_path, "-O3", edges="integer")

@@ -18,7 +18,7 @@ def feeds(shape=(2, 3, 12, 12)):
     return {"x": np.random.default_rng(0).uniform(-4, 4, shape).astype(np.float32)}
 
 
-@pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}, {"requantize": "qlinear"}])
+@pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}])
 @pytest.mark.parametrize("dtype", [UINT8, INT8])
 def test_every_operation_of_a_network(dtype, options):
     model = small_cnn(dtype=dtype)

@@ -256,9 +256,6 @@ def test_a_layer_beyond_int32_sums_of_halves_is_refused_by_name():
 
 def test_options_that_portable_does_not_know_are_refused():
     model, _ = MODELS["cnn"]()
-    for options in ({"product_bits": 32}, {"requantize": "qlinear"}):
-        with pytest.raises(ConfigError, match='target="portable" computes everything in 32 bits by itself'):
-            convert(model, target="portable", **options)
     with pytest.raises(ConfigError, match='target="portable" takes no allow_float; quantize Relu, head'):
         convert(model, target="portable", allow_float=["Relu", "head"])
 
