@@ -80,10 +80,12 @@ def main() -> int:
     given = parser.parse_args()
     before = json.loads(given.against.read_text("utf-8")) if given.against else {}
     names = given.names or list(before or NETWORKS)
-    now = {name: digests(NETWORKS[name]) for name in tqdm(names)}
-    if given.write:
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(now, indent=1), "utf-8")
+    now: dict[str, dict[str, str]] = {}
+    for name in tqdm(names):
+        now[name] = digests(NETWORKS[name])
+        if given.write:  # at once: the next network may take long
+            given.write.parent.mkdir(parents=True, exist_ok=True)
+            given.write.write_text(json.dumps(now, indent=1), "utf-8")
     other = [
         f"{name}: {file}: {before[name].get(file)} before, {digest} now"
         for name in names
