@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import FakeQuantGrid
+from torch_bridge.quantizers.fake_quant import FakeQuantGrid, fake_quantize
 
 ROUNDS = 40
 

@@ -6,22 +6,170 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.plan import Decision
-from qsdk.core.ranges.estimators import PERCENTILE
-from qsdk.core.ranges.statistics import Gather, Statistics, single_process
+from qsdk.core.planning.plan import Decision, Turns
+from qsdk.core.planning.turning import pair_places
+from qsdk.core.ranges.estimators import PERCENTILE, Estimator
+from qsdk.core.ranges.histogram import sample_step
+from qsdk.core.ranges.statistics import (
+    Gather,
+    Statistics,
+    channel_axis,
+    part_axes,
+    reads_histogram,
+    require_finite,
+    single_process,
+)
 from qsdk.core.report import Report
 from qsdk.core.sims.biases import with_notes
 from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases
 from qsdk.core.sims.state import Methods
-from torch_bridge.quantizers.observers import Observers
+from torch_bridge.prepare import run_example
 from torch_bridge.sim import QuantSim
-from torch_bridge.stored_values import constants_at
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
-from torch_bridge.torch_values.parameters import stored_tensor, to_float32
+from torch_bridge.torch_values.parameters import find_stored, stored_tensor, to_float32
 from torch_bridge.training.training import eval_mode
+
+
+class Observers:
+    """The collector of statistics at the wanted sites.
+
+    `amin` and `amax` are faster than one `aminmax` on a CPU. A Relu needs only the maximum: its minimum is not below 0,
+    and a range contains 0 anyway.
+
+    Attributes:
+        statistics: of the batches that have ended.
+    """
+
+    def __init__(self, wanted: Mapping[str, Decision], chosen: Estimator) -> None:
+        self.statistics = Statistics(chosen)
+        self._nonnegative = {site: decision.op_type == "Relu" for site, decision in wanted.items()}
+        self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
+        self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
+        self._turning = {site: (decision, decision.turns) for site, decision in wanted.items() if decision.turns}
+        self._pending: list[Tensor] = []
+        self._pending_sites: list[tuple[str, bool]] = []  # site of each pending value, and whether it is a maximum
+        self._samples: dict[str, list[tuple[Tensor, int]]] = {}
+        self._edges = {site for site, decision in wanted.items() if decision.kind == "input"}
+        self._parts: list[tuple[str, int, Tensor]] = []  # largest magnitudes of rows or columns of inputs
+        self._channels: list[tuple[str, Tensor, Tensor]] = []  # extremes of each channel
+
+    def visit(self, site: str, x: Tensor) -> Tensor:
+        """Reduce the tensor at a site, if its range is wanted, and return it unchanged."""
+        if site in self._turning:
+            decision, turns = self._turning[site]
+            self.statistics.add_length(decision, x.shape)
+            self._visit(site, _at_any_position(x.detach(), turns))
+        else:
+            self._visit(site, x)
+        return x
+
+    def _visit(self, site: str, x: Tensor) -> None:
+        nonnegative = self._nonnegative.get(site)
+        for part in part_axes(x.shape) if site in self._edges and x.numel() else ():
+            others = [axis for axis in range(x.dim()) if axis != part]
+            self._parts.append((site, part, torch.maximum(x.detach().amax(others), -x.detach().amin(others))))
+        if site in self._axes and x.numel():
+            others = [axis for axis in range(x.dim()) if axis != self._axes[site]]
+            self._channels.append((site, x.detach().amin(others), x.detach().amax(others)))
+        elif nonnegative is not None and x.numel():
+            self._pending.append(x.amax())
+            self._pending_sites.append((site, True))
+            if not nonnegative:
+                self._pending.append(x.amin())
+                self._pending_sites.append((site, False))
+            if site in self._sampled:
+                step = sample_step(x.numel())
+                # a copy: the model may write over the tensor, and a view would keep all of it
+                sample = x.detach().reshape(-1)[::step].to(torch.float32, copy=True)
+                self._samples.setdefault(site, []).append((sample, step))
+
+    def end_batch(self, number: int) -> None:
+        """Add the batch to the statistics.
+
+        Raises:
+            DataError: NaN or an infinity; names the site and the batch.
+        """
+        for site, *ends in self._channels:
+            low, high = (end.float().cpu().numpy() for end in ends)
+            require_finite(site, number, low, high)
+            self.statistics.add(site, low, high)
+        parts, self._channels, self._parts = self._parts, [], []
+        waiting = [*self._pending, *(largest for _, _, largest in parts)]
+        if not waiting:
+            return
+        # all in one copy, so that the host waits for its device once
+        values = torch.cat([value.to(waiting[0].device, torch.float32).reshape(-1) for value in waiting]).tolist()
+        at = len(self._pending)
+        for site, axis, largest in parts:
+            self.statistics.add_parts(site, axis, np.array(values[at : at + len(largest)], np.float32))
+            at += len(largest)
+        seen: dict[str, list[tuple[float, float]]] = {}
+        for (site, is_high), value in zip(self._pending_sites, values, strict=False):
+            require_finite(site, number, value)
+            calls = seen.setdefault(site, [])
+            if is_high:  # the first value of every call
+                calls.append((0.0 if self._nonnegative[site] else value, value))
+            else:
+                calls[-1] = (value, calls[-1][1])
+        samples = self._samples
+        self._pending, self._pending_sites, self._samples = [], [], {}
+        for site, calls in seen.items():
+            self._add(site, calls, samples.get(site))
+
+    def _add(self, site: str, calls: list[tuple[float, float]], samples: list[tuple[Tensor, int]] | None) -> None:
+        if samples is None:
+            self.statistics.add(site, min(low for low, _ in calls), max(high for _, high in calls))
+            return
+        for (low, high), (sample, step) in zip(calls, samples, strict=True):
+            self.statistics.add(site, low, high, sample.cpu().numpy(), step)
+
+
+def _at_any_position(x: Tensor, turns: Turns) -> Tensor:
+    """Return the ends that values come to which turn with the position, and all others as they are; all twice."""
+    first, second, place = (torch.from_numpy(at).to(x.device) for at in pair_places(turns))
+    values = x.float().transpose(-1, turns.axis)
+    a, b = values[..., first], values[..., second]
+    ends, rest = (a * a + b * b).sqrt()[..., place], values[..., turns.size :]
+    return torch.cat([torch.cat([end, rest], -1).transpose(-1, turns.axis) for end in (ends, -ends)])
+
+
+def stored_values(sim: QuantSim) -> LazyArrays:
+    """Return site -> fake-quantized value, float32, of every stored tensor, as the simulation reads it."""
+    of_kind = [site for site, quantizer in sim.quantizers.items() if quantizer.decision.kind in ("weight", "bias")]
+    constants = constants_at(sim, [site for site in of_kind if sim.quantizers[site].owns_encoding])
+
+    def value(site: str) -> npt.NDArray[np.float32]:
+        raw = constants[site] if site in constants else stored_tensor(sim.model, site).detach()
+        with torch.no_grad():
+            return to_float32(sim.quantizers[site](raw))
+
+    named = [site for site in of_kind if site in constants or find_stored(sim.model, site) is not None]
+    return LazyArrays(named, value)
+
+
+def constants_at(sim: QuantSim, sites: Iterable[str]) -> dict[str, Tensor]:
+    """Return the float values at those of the sites where no parameter or buffer is stored.
+
+    A module may keep a tensor as a plain attribute, such as the coordinates of a detector's grid: it is a constant of
+    the trace, and its value is found by a run on the sim's example.
+    """
+    wanted = {site for site in sites if find_stored(sim.model, site) is None}
+    result: dict[str, Tensor] = {}
+
+    def visit(site: str, x: Tensor) -> Tensor:
+        if site in wanted:
+            result[site] = x.detach().clone()
+        return x
+
+    if wanted:
+        with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
+            run_example(sim.model, sim.current_example)
+    return result
+
 
 _UNREACHED = (
     "only the trace has it, and no batch took this path (a mask that hides nothing is left out); quantize again and "

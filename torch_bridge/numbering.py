@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from qsdk.core.site import owner_of
 from torch_bridge.prepare import PreparedModel, record_sites
-from torch_bridge.sites.call_scopes import Frame
-from torch_bridge.sites.source_lines import RecordedCall, source_line
+from torch_bridge.sites.calls import Frame, RecordedCall, source_line
 from torch_bridge.tracing.trace import Trace, trace_marked
 
 Groups = Mapping[

@@ -16,11 +16,9 @@ from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import Fold, apply_fold, output_statistics_of, statistics_of
 from torch_bridge.folding.computed_weights import ComputedTensor, fold_computed_tensors
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, trainable_norm_of
+from torch_bridge.sites.calls import RecordedCall, lines_of_ambiguous_calls
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.sites.source_lines import RecordedCall, lines_of_ambiguous_calls
-from torch_bridge.torch_values.batches import Example, as_example
-from torch_bridge.torch_values.decoder_step import as_step, require_whole_caches
-from torch_bridge.torch_values.dispatched import is_dispatched, undispatched
+from torch_bridge.torch_values.batches import Example, as_example, as_step, require_whole_caches
 from torch_bridge.torch_values.module_state import (
     Attributes,
     attributes_of,
@@ -37,7 +35,7 @@ from torch_bridge.tracing.training_path import record_training_path, set_trainin
 from torch_bridge.training.training import restore_modes
 from torch_bridge.wrapping.dataflow import record_dataflow
 from torch_bridge.wrapping.find_folds import find_folds
-from torch_bridge.wrapping.own_forward import drop_autocast, require_copied_forwards
+from torch_bridge.wrapping.own_forward import drop_autocast, is_dispatched, require_copied_forwards, undispatched
 from torch_bridge.wrapping.wrapped_state import is_wrapped, state_of
 from torch_bridge.wrapping.wrapper import unwrap_model, wrap_model, wrap_trainable_norms
 

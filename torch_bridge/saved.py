@@ -17,10 +17,9 @@ from qsdk.core.read_files import first_line_of, require_modest_size
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.caches import from_plain_form, plain_form
 from torch_bridge.torch_values.parameters import dtype_name, main_dtype
-from torch_bridge.torch_values.pytree import Path, map_arguments
-from torch_bridge.wrapping.pretrained import encoding_keys, weights_digest
+from torch_bridge.torch_values.pytree import Path, from_plain_form, map_arguments, plain_form
+from torch_bridge.wrapping.wrapped_state import encoding_keys, weights_digest
 from torch_bridge.wrapping.wrapper import FOLDED
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -24,17 +24,16 @@ from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach, without_other_callers
-from torch_bridge.fingerprint import fingerprint
-from torch_bridge.given_weights import GivenWeights
 from torch_bridge.prepare import PreparedModel
-from torch_bridge.quantizers.compiled_kernels import compiled_kernels
+from torch_bridge.quantizers.fake_quant import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
+from torch_bridge.stored_weights import GivenWeights, copy_tensors, restore_tensors, write_stored
 from torch_bridge.torch_values.batches import Example, as_example, other_dtype
+from torch_bridge.torch_values.layers import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
-from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.sharding import require_not_sharded
-from torch_bridge.tracing.trace import Trace, trace_marked
+from torch_bridge.tracing.trace import Trace, fingerprint, trace_marked
 from torch_bridge.training.batch_norm_training import (
     active_norms,
     fold_norms,
@@ -43,22 +42,20 @@ from torch_bridge.training.batch_norm_training import (
     temporarily_folded,
     unfolded_norms,
 )
-from torch_bridge.training.frozen_values import guard_values, holding_values
-from torch_bridge.training.schedule_state import ScheduleState
 from torch_bridge.training.training import (
     Learning,
+    ScheduleState,
     eval_mode,
+    guard_values,
+    holding_values,
     leave_training,
     parameter_groups,
     require_weights_unwritten,
     training,
 )
-from torch_bridge.weight_files.weight_files import WeightFiles
-from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
-from torch_bridge.wrapping.pretrained import link_sim
-from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.weight_files import WeightFiles
+from torch_bridge.wrapping.wrapped_state import link_sim, state_of
 from torch_bridge.wrapping.wrapper import float_class, foreign_modules, unwrap_model
-from torch_bridge.write_stored import write_stored
 
 
 class QuantSim(StatefulSim):

@@ -24,10 +24,10 @@ from qsdk.verbs.layers import WalkOptions
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
 from torch_bridge.torch_values.pytree import floats_of
-from torch_bridge.tuning.block_calls import Piece
 from torch_bridge.tuning.block_tuning import (
     BlockRun,
     BlockTuningOptions,
+    Piece,
     SiteChange,
     TuningResult,
     learnable_sites,

@@ -44,9 +44,8 @@ from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
+from torch_bridge.torch_values.layers import ROTATION, remove_bounds, rotate_input, untie
 from torch_bridge.torch_values.parameters import main_dtype
-from torch_bridge.torch_values.relu6 import remove_bounds
-from torch_bridge.torch_values.rotated_modules import ROTATION, rotate_input, untie
 
 
 def save_encodings(

@@ -11,7 +11,7 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.sims.state import matched_owners
 from qsdk.core.sims.stateful import require_sim
 from torch_bridge.sim import QuantSim
-from torch_bridge.training.schedule_state import ScheduleState
+from torch_bridge.training.training import ScheduleState
 
 Schedule = Callable[[QuantSim, int], None]
 

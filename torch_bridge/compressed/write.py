@@ -3,33 +3,243 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qsdk.core.atomic_files import Stage, staging
 from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.site import site_name
-from torch_bridge.compressed.describe import (
-    METHOD,
-    config_text,
-    generation_text,
-    processing_files,
-    require_names_of_file,
-    source_folder,
-)
-from torch_bridge.compressed.layers import CompressedLayer, Survey, survey
-from torch_bridge.compressed.tensors import file_tensors
+from torch_bridge.compressed.survey import CompressedLayer, Survey, shift_of, signed_zero_points, survey
+from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.relu6 import unbounded_paths
-from torch_bridge.wrapping.pretrained import encoding_keys, require_nothing_folded
+from torch_bridge.torch_values.layers import unbounded_paths
+from torch_bridge.torch_values.parameters import dtype_name, main_dtype
+from torch_bridge.wrapping.wrapped_state import encoding_keys, require_nothing_folded
+from torch_bridge.wrapping.wrapper import float_class
+
+
+def codes_of(weight: Tensor, encoding: Encoding) -> Tensor:
+    """Return the codes of a weight: int8 on the signed grid of its dtype, or float8_e4m3fn.
+
+    Args:
+        weight: of any float dtype.
+        encoding: of it.
+    """
+    x, dtype = weight.detach().float(), encoding.dtype
+    scale, zero_point = (
+        affine.align(torch.from_numpy(part).to(x.device), tuple(x.shape), encoding.axis, encoding.block_size)
+        for part in (encoding.scale, encoding.zero_point)
+    )
+    if not dtype.is_integer:
+        cast: Tensor = (x / scale).clip(dtype.lo, dtype.hi).to(torch.float8_e4m3fn)
+        return cast
+    codes: Tensor = affine.quantize(x, scale, zero_point.float(), dtype.lo, dtype.hi) - shift_of(dtype)
+    return codes.to(torch.int8)
+
+
+def scales_of(encoding: Encoding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points in the shapes of the format: [1], [channels, 1] or [channels, groups].
+
+    Args:
+        encoding: of a weight.
+        dtype: of the scales; zero points are int8.
+    """
+    shape = (-1, 1) if encoding.axis is not None and encoding.block_size is None else encoding.scale.shape
+    zero_points = torch.from_numpy(signed_zero_points(encoding)).to(torch.int8)
+    scale = torch.from_numpy(encoding.scale).to(dtype, copy=True)  # a file holds no memory twice
+    return scale.reshape(shape), zero_points.reshape(shape)
+
+
+def as_read(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return the weight that a reader of the format computes, in the dtype of its scales."""
+    groups = 1 if scale.ndim < 2 else scale.shape[1]
+    parts = codes.to(scale.dtype).reshape(codes.shape[0], groups, -1)
+    shape = (*scale.shape, 1) if scale.ndim == 2 else scale.shape
+    result: Tensor = (parts - zero_point.to(scale.dtype).reshape(shape)) * scale.reshape(shape)
+    return result.reshape(codes.shape)
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Return int8 codes [rows, columns] of 4 or 8 bits as int32 words [rows, words], the first code lowest.
+
+    Codes are stored with half of the grid's size added, and the last word of a row is padded with zeros.
+    """
+    per_word = 32 // bits
+    stored = codes.to(torch.int32) + (1 << (bits - 1))
+    missing = -codes.shape[-1] % per_word
+    lanes = torch.nn.functional.pad(stored, (0, missing)).reshape(stored.shape[0], -1, per_word)
+    words = torch.zeros_like(lanes[..., 0])
+    for lane in range(per_word):
+        words |= lanes[..., lane] << (bits * lane)
+    return words.contiguous()
+
+
+def file_tensors(
+    model: nn.Module, layers: Mapping[str, CompressedLayer], quantizers: Mapping[str, Quantizer]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a model by their names in its state_dict, codes and scales in place of quantized weights.
+
+    Args:
+        model: of a sim.
+        layers: path -> layer whose weight is written as codes.
+        quantizers: of the sim, by site.
+
+    Raises:
+        ExportError: a reader would compute another weight than the sim, or a tensor is sharded over ranks.
+    """
+    own, weights = encoding_keys(model), {f"{path}.weight".lstrip("."): path for path in layers}
+    state, shared, written = model.state_dict(), _tied_names(model), set[Any]()
+    for name, value in state.items():
+        if name in own or not isinstance(value, Tensor):
+            continue
+        if hasattr(value, "to_local"):
+            raise ExportError(f"{name} is sharded over ranks; gather the model's parameters first")
+        place = (value.data_ptr(), value.shape, value.stride())
+        if name in shared and place in written:
+            continue  # the reader ties it, as the model's config says
+        written.add(place)
+        if name in weights:
+            yield _compressed(value, layers[weights[name]], quantizers)
+        else:
+            owner, _, port = name.rpartition(".")
+            quantizer = quantizers.get(site_name(owner, port))
+            used = value.detach() if quantizer is None else quantizer(value.detach())
+            yield {name: used.to("cpu", copy=True).contiguous()}
+
+
+@torch.no_grad()
+def _compressed(weight: Tensor, layer: CompressedLayer, quantizers: Mapping[str, Quantizer]) -> dict[str, Tensor]:
+    """Return the tensors of a layer, which give the weight of the sim to the last bit.
+
+    Raises:
+        ExportError: they do not.
+    """
+    site, prefix = site_name(layer.path, "weight"), f"{layer.path}." if layer.path else ""
+    codes = codes_of(weight, layer.encoding).cpu()
+    scale, zero_point = scales_of(layer.encoding, weight.dtype)
+    if not torch.equal(as_read(codes, scale, zero_point), quantizers[site](weight.detach()).cpu()):
+        raise ExportError(
+            f"a reader of compressed-tensors would not compute the weight that the sim has at {site}: it multiplies in "
+            f"{str(weight.dtype).removeprefix('torch.')}; quantize the model in the dtype that it is exported in, "
+            "float32, bfloat16 or float16"
+        )
+    result = {"weight_scale": scale}
+    bits, dense = layer.weights["num_bits"], layer.format != "pack-quantized"
+    if dense:
+        result["weight"] = codes
+    else:
+        result |= {"weight_packed": packed(codes, bits), "weight_shape": torch.tensor(weight.shape)}
+    if not layer.weights["symmetric"]:
+        groups = not dense and layer.weights["strategy"] != "tensor"
+        result["weight_zero_point"] = packed(zero_point.T, bits).T if groups else zero_point
+    if layer.inputs is not None and layer.input_encoding is not None:
+        result["input_scale"], zero = scales_of(layer.input_encoding, weight.dtype)
+        if not layer.inputs["symmetric"]:
+            result["input_zero_point"] = zero
+    return {prefix + name: tensor.contiguous() for name, tensor in result.items()}
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Return the names that a model of transformers ties to others when it is read."""
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    return {str(name) for name in tied}
+
+
+METHOD = "compressed-tensors"
+
+#: files of a checkpoint that say how text, pictures or sound become inputs
+_PROCESSING = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
+    *("chat_template.json", "preprocessor_config.json", "processor_config.json"),
+)
+
+
+def quantization_config(found: Survey, model: nn.Module) -> dict[str, Any]:
+    """Return the `quantization_config` of a survey.
+
+    Layers with the same scheme are a group. Where all groups but those of embeddings are one, its target is the class
+    `Linear`, which a reader finds under whatever names it has fused layers; else the targets are paths.
+    """
+    groups: dict[str, list[CompressedLayer]] = {}
+    for layer in found.layers:
+        table = isinstance(model.get_submodule(layer.path), nn.Embedding)
+        groups.setdefault(json.dumps([table, layer.format, layer.weights, layer.inputs]), []).append(layer)
+    linear = [key for key in groups if not json.loads(key)[0]]
+    formats = {layer.format for layer in found.layers}
+    result: dict[str, Any] = {}
+    for index, (key, layers) in enumerate(groups.items()):
+        by_class = len(linear) == 1 and key == linear[0]
+        result[f"group_{index}"] = {
+            "targets": ["Linear"] if by_class else [layer.path for layer in layers],
+            "weights": layers[0].weights,
+            "input_activations": layers[0].inputs,
+            "output_activations": None,
+            **({"format": layers[0].format} if len(formats) > 1 else {}),
+        }
+    return {
+        "quant_method": METHOD,
+        "format": next(iter(formats)) if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": result,
+        "ignore": list(found.ignored),
+        "kv_cache_scheme": None,
+    }
+
+
+def config_text(model: nn.Module, found: Survey) -> str:
+    """Return the text of config.json: a model's own config of transformers, if it has one, and the quantization."""
+    config: Any = getattr(model, "config", None)
+    data: dict[str, Any] = {}
+    if hasattr(config, "to_json_string"):
+        data = json.loads(config.to_json_string())
+    dtype = main_dtype(model)
+    data |= {"architectures": [float_class(model).__name__], "dtype": dtype_name(dtype) if dtype is not None else None}
+    return json.dumps({**data, "quantization_config": quantization_config(found, model)}, indent=2) + "\n"
+
+
+def generation_text(model: nn.Module) -> str | None:
+    """Return the text of generation_config.json, or None for a model that has none."""
+    config: Any = getattr(model, "generation_config", None)
+    return str(config.to_json_string()) if hasattr(config, "to_json_string") else None
+
+
+def processing_files(model: nn.Module) -> Sequence[Path]:
+    """Return the tokenizer's files in the folder that a model of transformers was read from."""
+    folder = source_folder(model)
+    return [] if folder is None else [folder / name for name in _PROCESSING if (folder / name).is_file()]
+
+
+def source_folder(model: nn.Module) -> Path | None:
+    """Return the folder that a model of transformers was read from, or None."""
+    name = getattr(model, "name_or_path", None)
+    return Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
+
+
+def require_names_of_file(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a model whose checkpoint has its tensors under other names, or put together otherwise.
+
+    Raises:
+        ExportError: names the first of them.
+    """
+    conversions = [one.reverse_transform() for one in reversed(getattr(model, "_weight_conversions", None) or [])]
+    for name in names:
+        if any(one.rename_source_key(name)[1] is not None for one in conversions):
+            raise ExportError(
+                f"{name} has another form in a checkpoint of {float_class(model).__name__} than in the module, which "
+                "compressed-tensors cannot be written in; export this model as ONNX"
+            )
+
 
 MAX_SHARD_BYTES = 5_000_000_000
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -29,7 +29,7 @@ from torch_bridge.folding.batch_norm import (
     output_statistics_of,
     statistics_of,
 )
-from torch_bridge.sites.call_scopes import Frame
+from torch_bridge.sites.calls import Frame
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.pytree import map_leaves, tensors_of
 from torch_bridge.torch_values.sharding import full_tensor_of, write_full_tensor

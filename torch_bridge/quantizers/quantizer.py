@@ -1,6 +1,15 @@
-"""The quantizer: the object that fake-quantizes the tensor at one site."""
+"""The quantizer: the object that fake-quantizes the tensor at one site, with scales that may be learned.
+
+A learned scale is the calibrated one times 2**p, so it stays positive; p starts at 0. A scale of few digits is rounded
+to them, and a power of two is thus learned as its exponent (Jain et al. 2020, TQT, section 3.2). A zero point is the
+calibrated one plus p ranges, rounded within the grid, so that the range keeps containing 0. The gradients pass through
+both roundings. Checkpoints with learned values load into trained and untrained sims alike.
+"""
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,20 +18,84 @@ from torch.nn import functional
 
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.dtypes import DType, float8e8m0
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.spec import axis_of, block_size_of
+from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
 from qsdk.core.planning.plan import Decision
-from torch_bridge.quantizers.compiled_kernels import CompiledKernels
 from torch_bridge.quantizers.fake_quant import (
+    CompiledKernels,
+    FakeQuantGrid,
     cast_straight_through,
+    clip,
     fake_quantize,
     fake_quantize_bias,
     fake_quantize_minifloat,
+    runs_per_tensor,
 )
-from torch_bridge.quantizers.learned_scales import can_learn_scales, learned_scale, learned_zero_point
-from torch_bridge.quantizers.per_tensor import FakeQuantGrid, runs_per_tensor
 from torch_bridge.torch_values.sharding import full_tensor_of
+
+_LOG2_FACTORS = (-20.0, 20.0)
+
+
+def can_learn_scales(spec: Spec) -> bool:
+    """Return whether each scale can change on its own.
+
+    It cannot where a scale is a small number times one factor per channel or tensor.
+    """
+    return spec.scale_dtype is None or spec.scale_dtype == float8e8m0
+
+
+def learned_scale(base: Tensor, log2: Tensor, spec: Spec) -> Tensor:
+    """Return `base * 2**log2`, rounded to the number of significant binary digits of the spec's scales."""
+    digits = spec.scale_bits if spec.scale_dtype is None else 1
+    if torch.is_grad_enabled() and log2.requires_grad:
+        return _RoundedPowerOfTwo.apply(base, log2, digits)  # type: ignore[no-any-return, no-untyped-call]
+    return _rounded_power_of_two(base, log2, digits)
+
+
+def learned_zero_point(base: Tensor, shift: Tensor, lo: float, hi: float) -> Tensor:
+    """Return the integer of the grid that is nearest to `base + shift * (hi - lo)`."""
+    moved = clip(base + shift * (hi - lo), lo, hi)  # one at an end of the grid, as behind a ReLU, is learned too
+    result: Tensor = _RoundStraightThrough.apply(moved)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RoundStraightThrough(torch.autograd.Function):
+    """Straight-through rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _RoundedPowerOfTwo(torch.autograd.Function):
+    """A power of two times a number, rounded to significant binary digits; as one operation it costs half as much."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, log2: Tensor, digits: int | None) -> Tensor:
+        scale = _rounded_power_of_two(base, log2, digits)
+        ctx.save_for_backward(log2, scale)
+        return scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        log2, scale = ctx.saved_tensors
+        low, high = _LOG2_FACTORS
+        inside = torch.ops.aten.hardtanh_backward(grads[0], log2, low, high)
+        return None, inside.mul_(scale).mul_(math.log(2)), None
+
+
+def _rounded_power_of_two(base: Tensor, log2: Tensor, digits: int | None) -> Tensor:
+    # the clamp keeps scales, and their product for a bias, positive and finite whatever the optimizer does
+    scale = base * torch.exp2(log2.detach().clamp(*_LOG2_FACTORS))
+    if digits is None:
+        return scale
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp((mantissa * 2**digits).round(), exponent - digits)
 
 
 class Quantizer:
@@ -289,3 +362,72 @@ def _fake_quantize_dynamic(x: Tensor) -> Tensor:
         return x
     low, high = x.detach().aminmax()
     return fake_quantize(x, *affine.dynamic_parameters(low, high), FakeQuantGrid(0, 255))
+
+
+def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
+    """Adapt a checkpoint to the keys that a module has for a site.
+
+    Where nothing is learned now, learned values are merged into the encoding; where something is, a checkpoint without
+    learned values gets zeros.
+    """
+    if not quantizer.owns_encoding:
+        return
+    spec = quantizer.decision.spec
+    assert spec is not None
+    scale, zero_point = (prefix + name for name in quantizer.buffer_names)
+    log2, shift = prefix + quantizer.log_scale_name, prefix + quantizer.shift_name
+    now = [prefix + name for name in quantizer.learned_names]
+    with torch.no_grad():
+        if log2 in state_dict and log2 not in now and scale in state_dict:
+            state_dict[scale] = learned_scale(state_dict[scale], state_dict.pop(log2), spec)
+        if shift in state_dict and shift not in now and zero_point in state_dict:
+            lo, hi = spec.dtype.lo, spec.dtype.hi
+            state_dict[zero_point] = learned_zero_point(state_dict[zero_point], state_dict.pop(shift), lo, hi)
+    for key, base in ((log2, scale), (shift, zero_point)):
+        if key in now and key not in state_dict and isinstance(state_dict.get(base), Tensor):
+            state_dict[key] = torch.zeros_like(state_dict[base])
+
+
+@contextmanager
+def keeping_float32(owner: nn.Module, quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """Keep the dtype and the digits of a module's encodings and learned values inside the block.
+
+    The block may move them to another device. Learned values keep their gradients too, so that an optimizer goes on
+    with them.
+    """
+    names = [name for quantizer in quantizers for name in (*quantizer.buffer_names, *quantizer.learned_names)]
+    before = {}
+    for name in names:
+        tensor = owner._buffers.get(name, owner._parameters.get(name))
+        if tensor is not None:
+            before[name] = tensor.detach(), None if tensor.grad is None else tensor.grad.detach()
+    yield
+    for name, (value, gradient) in before.items():
+        moved = owner._buffers.get(name, owner._parameters.get(name))
+        assert moved is not None
+        if moved.dtype != value.dtype:
+            moved.grad = None  # torch checks a gradient against the dtype that its tensor has
+            moved.data = value.to(moved.device)
+            moved.grad = None if gradient is None else gradient.to(moved.device)
+
+
+def prepare_buffers(
+    module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Make buffers for the encodings of a state_dict; half an encoding, or one that does not fit, is an error."""
+    if not quantizer.owns_encoding:
+        return
+    present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
+    if len(present) == 1:
+        absent = next(name for name in quantizer.buffer_names if name not in present)
+        error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
+        state_dict.pop(prefix + present[0])
+        return
+    misfit = next((m for name in present if (m := quantizer.shape_error(state_dict[prefix + name]))), None)
+    if misfit is not None:
+        error_msgs.append(f"the encoding of {quantizer.site} does not fit: {misfit}")
+        for name in present:
+            state_dict.pop(prefix + name)
+        return
+    for name in present:
+        module._buffers[name] = torch.empty_like(state_dict[prefix + name], dtype=torch.float32)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsdk.core.errors import ModelError
-from torch_bridge.sites.std_mean import decompose_std_mean
+from torch_bridge.sites.functional import decompose_std_mean
 
 ReadPacked = Callable[[str, Tensor, str], Tensor]  # (name of a packed parameter, its value, part to read)
 AsOneOp = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]  # (name of an op, function, input)

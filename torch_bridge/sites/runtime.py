@@ -13,34 +13,34 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.quantizers.marks import mark
-from torch_bridge.quantizers.phases import call_arguments
 from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sites.attention import decomposition_of
-from torch_bridge.sites.call_scopes import Frame, call_name
-from torch_bridge.sites.checkpointing import (
-    is_recomputing,
-    is_recording_gradients,
-    refuse_reused,
-    refuse_unreachable_site,
-    saved_tensors_hook,
-)
+from torch_bridge.sites.calls import Frame, RecordedCall, call_arguments, call_name, require_same_line, source_line
 from torch_bridge.sites.export_forms import export_form
 from torch_bridge.sites.functional import (
     computes_floats,
     op_name,
     reads_narrow,
+    relu_ceiling_of_call,
     repeats_requires_grad,
     run_as_exported,
+    run_narrow,
     with_narrow_scalars,
     with_one_rounding,
 )
-from torch_bridge.sites.fused_relu import relu_ceiling_of_call
-from torch_bridge.sites.islands import run_narrow
-from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only, op_of_site
-from torch_bridge.sites.runtime_state import RuntimeState
-from torch_bridge.sites.source_lines import RecordedCall, require_same_line, source_line
-from torch_bridge.torch_values.caches import MOVES
+from torch_bridge.sites.runtime_state import (
+    LossInputs,
+    RuntimeState,
+    is_recomputing,
+    is_recording_gradients,
+    moves_values_only,
+    op_of_site,
+    refuse_reused,
+    refuse_unreachable_site,
+    saved_tensors_hook,
+)
 from torch_bridge.torch_values.parameters import packed_rows
+from torch_bridge.torch_values.pytree import MOVES
 
 
 class Runtime(RuntimeState):

@@ -1,24 +1,152 @@
 """The state of a runtime: how the modules of a sim run now, and where each thread's forward pass is."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from qsdk.core.errors import ModelError
 from qsdk.core.shared_folder import OwnLock
-from qsdk.core.site import site_name
-from torch_bridge.quantizers.phases import Phase, Visitor
+from qsdk.core.site import owner_of, site_name
 from torch_bridge.quantizers.quantizer import Quantizer
-from torch_bridge.sites.call_scopes import CallNames, DataflowRecorder, Frame
-from torch_bridge.sites.loss_inputs import LossInputs
-from torch_bridge.sites.source_lines import RecordedCall
-from torch_bridge.torch_values.caches import is_cache
+from torch_bridge.sites.calls import CallNames, DataflowRecorder, Frame, Phase, RecordedCall, Visitor
 from torch_bridge.torch_values.module_state import Cache
-from torch_bridge.torch_values.pytree import tensors_of
+from torch_bridge.torch_values.pytree import is_cache, map_leaves, tensors_of
+
+_REENTRANT = CheckpointFunction.forward.__code__
+
+
+def is_recording_gradients() -> bool:
+    """Return whether gradients are recorded call by call; torch.compile sees recomputation as part of its graph."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def saved_tensors_hook() -> Any:
+    """Return the hook that now saves tensors for the backward pass; each checkpoint has its own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def is_recomputing() -> bool:
+    """Return whether a backward pass is running, which calls checkpointed modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def refuse_unreachable_site(path: str, hook: Any, site: str) -> None:
+    """Refuse a site in a checkpoint that began after the call of its module and calls no module of the sim.
+
+    Args:
+        path: of the module.
+        hook: the saved-tensors hook when the module was called, with gradients recorded.
+        site: the site that was reached.
+
+    Raises:
+        ModelError: the recomputation would not find the site.
+    """
+    if torch.is_grad_enabled():
+        now = saved_tensors_hook()
+        inside = now is not hook and getattr(now, "__qualname__", "").startswith("_checkpoint_hook.")
+    else:
+        inside = _is_called_by(_REENTRANT, sys._getframe(1))  # or the model's own no_grad
+    if inside:
+        raise ModelError(
+            f"the site {site} is in an activation checkpoint of a function that is no module, and its recomputation "
+            f"would not find it; make the function an nn.Module that {path or 'the model'} owns, and checkpoint that"
+        )
+
+
+def _is_called_by(code: Any, frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_reused(path: str) -> None:
+    """Refuse a module that is called several times, when the backward pass calls it again.
+
+    Raises:
+        ModelError: its recomputation cannot know which of the calls it repeats.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise ModelError(
+            f"{path} is called several times in one forward pass, so its recomputation cannot tell its sites apart; "
+            "checkpoint the module that calls it instead"
+        )
+
+
+# ops that a loss applies to the model's results before comparing them with labels; no value changes
+_MOVES = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "getitem"})
+
+
+class LossInputs:
+    """The tensors of one forward pass that come from inputs which the example did not have.
+
+    Args:
+        inputs: name -> value.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self.names = ", ".join(inputs)
+        self._tensors = tensors_of(list(inputs.values()))
+        self._constants: list[Tensor] = []
+
+    def is_read_by(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether any of these tensors is among the arguments of a call."""
+        given = tensors_of([*args, *(kwargs or {}).values()])
+        return any(x is mine for x in given for mine in self._tensors)
+
+    def reads_floats(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether any of these tensors that is an argument of a call has floating-point values."""
+        given = [x for x in tensors_of([*args, *(kwargs or {}).values()]) if x.is_floating_point()]
+        return any(x is mine for x in given for mine in self._tensors if not _is_among(x, self._constants))
+
+    def add_constant(self, result: Tensor) -> Tensor:
+        """Add floats that were chosen by these tensors, such as the 0 and -inf of a mask, and return them."""
+        self._tensors.append(result)
+        self._constants.append(result)
+        return result
+
+    def add_result(self, result: Any, site: str | None, sites: Mapping[str, Any]) -> Any:
+        """Add what a call computed from these tensors, and return it.
+
+        Raises:
+            ModelError: the quantized model computes the same without these inputs.
+        """
+        if site in sites:
+            raise ModelError(
+                f"{site} depends on {self.names}, which the example did not have; call qsdk.quantize with an example "
+                "that has it"
+            )
+        self._tensors += tensors_of(result)
+        return result
+
+
+def own_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs whose tensors are no other input's: the tokens of a text are often given as its labels too."""
+    result: dict[str, Any] = map_leaves(dict(inputs), lambda _, x: x.view_as(x) if isinstance(x, Tensor) else x)
+    return result
+
+
+def _is_among(x: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(x is one for one in tensors)
+
+
+def moves_values_only(site: str) -> bool:
+    """Return whether the op of a site returns the values that it gets."""
+    return op_of_site(site) in _MOVES
+
+
+def op_of_site(site: str) -> str:
+    """Return the name of the op that a site belongs to: `cat` of `layers.0/cat.2:output`."""
+    return owner_of(site).rpartition("/")[2].partition(".")[0]
 
 
 class _Pass(threading.local):

@@ -1,11 +1,100 @@
-"""The layer table: which parameters of a module are read through quantizers, and which modules are one op."""
+"""Kinds of modules: what of them is quantized, which are one op, and what rotations and scaling change in them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any
 
-from torch import nn
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
-from torch_bridge.torch_values.gate_order import is_cell
-from torch_bridge.torch_values.rotated_modules import OnlineRotation
+from qsdk.core.graph.graph import Graph
+from qsdk.core.scaling.relu6 import as_relu, clips_at_six
+from qsdk.core.site import owner_of, without_calls
+from torch_bridge.torch_values.parameters import is_cell
+
+#: name of the submodule of a layer that turns its input
+ROTATION = "rotation"
+#: its ops between the products with two factors, as sites name them, and the first product
+BETWEEN = ("unflatten", "matmul", "transpose")
+
+
+class OnlineRotation(nn.Module):
+    """A product of vectors with a fixed orthogonal matrix, or with the Kronecker product of two.
+
+    `first` turns runs of channels, and `second`, if there is one, what is in the same place of all runs.
+    """
+
+    first: Tensor
+    second: Tensor | None
+
+    def __init__(self, first: Tensor, second: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the turned vectors, in the shape of x."""
+        if self.second is None:
+            return x @ self.first
+        runs = torch.unflatten(x, -1, (self.second.shape[0], self.first.shape[0])) @ self.first
+        turned: Tensor = (runs.transpose(-1, -2) @ self.second).flatten(-2)
+        return turned
+
+
+def online_rotations(model: nn.Module) -> dict[str, list[int]]:
+    """Return path of each layer with a rotation in front of it -> the sizes of its factors."""
+    return {
+        path.removesuffix(f".{ROTATION}"): [
+            len(matrix) for matrix in (module.first, module.second) if matrix is not None
+        ]
+        for path, module in model.named_modules()
+        if isinstance(module, OnlineRotation)
+    }
+
+
+def rotate_input(layer: nn.Module, factors: Sequence[npt.ArrayLike]) -> None:
+    """Put a rotation in front of a layer, in place; its weight is to take up the inverse.
+
+    Args:
+        layer: a Linear, called as a module.
+        factors: `first` and perhaps `second` of the rotation.
+    """
+    weight = layer.get_parameter("weight")
+    own = (torch.as_tensor(matrix).to(weight.device, weight.dtype) for matrix in factors)
+    layer.add_module(ROTATION, OnlineRotation(*own))
+    layer.register_forward_pre_hook(_turned)
+
+
+def _turned(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (layer.get_submodule(ROTATION)(args[0]), *args[1:])
+
+
+def sharing_paths(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the parameter at a path, that one and all under which other modules hold it."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shared = parameters.get(path)
+    return [] if shared is None else [other for other, held in parameters.items() if held is shared]
+
+
+def untie(model: nn.Module, paths: Collection[str]) -> None:
+    """Give each of these modules a copy of the parameter that it shares, in place.
+
+    A config of transformers that says that embeddings are tied says it no more: else `from_pretrained` would tie them.
+
+    Raises:
+        AttributeError: there is no module or parameter at a path.
+    """
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        module = model.get_submodule(owner)
+        shared = module.get_parameter(name)
+        module.register_parameter(name, nn.Parameter(shared.detach().clone(), shared.requires_grad))
+    for module in model.modules() if paths else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "tie_word_embeddings", None) is True:
+            config.tie_word_embeddings = False
+
 
 _WEIGHT_BIAS = ("weight", "bias")
 # the packed projection is read by `torch_bridge.sites.attention`, in the parts that one op reads
@@ -57,3 +146,53 @@ def quantized_parameters(module: nn.Module, declared: Mapping[str, tuple[str, ..
         return tuple(name for name in names if module._parameters.get(name) is not None or name in module._buffers)
     own = {**module._parameters, **module._buffers}
     return tuple(name for name, tensor in own.items() if tensor is not None and tensor.is_floating_point())
+
+
+def relu6_bounds(model: nn.Module) -> dict[str, float]:
+    """Return path of every ReLU6 -> its upper bound, which is infinite where it became a ReLU."""
+    return {path: module.max_val for path, module in model.named_modules() if isinstance(module, nn.ReLU6)}
+
+
+def set_relu6_bounds(model: nn.Module, wanted: Mapping[str, float]) -> None:
+    """Set the upper bounds of ReLU6 modules, as `relu6_bounds` returns them."""
+    for path, bound in wanted.items():
+        module = model.get_submodule(path)
+        if isinstance(module, nn.ReLU6):
+            module.max_val = bound
+
+
+def unbounded_paths(model: nn.Module) -> list[str]:
+    """Return the paths of the ReLU6 modules that became ReLU."""
+    return [path for path, bound in relu6_bounds(model).items() if bound == inf]
+
+
+def graph_as_it_runs(model: nn.Module, graph: Graph) -> Graph:
+    """Return the graph of a sim's model, with a Relu in the place of each ReLU6 that became one."""
+    paths, clips = set(unbounded_paths(model)), clips_at_six(graph)
+    return as_relu(graph, {site for site in clips if without_calls(owner_of(site)) in paths})
+
+
+def remove_bounds(model: nn.Module, paths: Iterable[str]) -> None:
+    """Make ReLU6 modules compute ReLU."""
+    set_relu6_bounds(model, dict.fromkeys(paths, inf))
+
+
+def shared_bound_reasons(model: nn.Module, owners: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+    """Return site -> why the ReLU6 there cannot become a ReLU, `""` where it can.
+
+    Args:
+        model: the model.
+        owners: site of each Clip at 6 -> path of the module that it would be.
+        wanted: the sites where it should become a ReLU.
+    """
+    known = relu6_bounds(model)
+    kept = {path for site, path in owners.items() if site not in wanted}
+    result = {}
+    for site in wanted:
+        path = owners[site]
+        result[site] = ""
+        if path not in known:
+            result[site] = "its ReLU6 is no module, but a function that the model's code calls"
+        elif path in kept:
+            result[site] = "its ReLU6 is used at another place, too, where it has to stay"
+    return result

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from torch_bridge.quantizers.phases import Visitor
+from torch_bridge.sites.calls import Visitor
 from torch_bridge.sites.runtime import Runtime
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import PAST, STEP, TOTAL
-from torch_bridge.torch_values.caches import CacheKey
-from torch_bridge.torch_values.pytree import Path
+from torch_bridge.torch_values.pytree import CacheKey, Path
 
 #: axis -> its name, for one tensor
 Axes = Mapping[int, str]

@@ -1,23 +1,38 @@
-"""Tracing: from a wrapped model to ONNX bytes in which every site is marked."""
+"""Tracing: from a wrapped model to ONNX bytes in which every site is marked, with stored tensors by name."""
 
+import hashlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from qsdk.core.encodings.provenance import EXAMPLE, example_text
 from qsdk.core.errors import ExportError, QsdkError
+from qsdk.core.lazy_arrays import LazyArrays
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.caches import CacheKey, is_cache
-from torch_bridge.torch_values.pytree import Path, argument_leaves, leaves_of, map_leaves, name_leaves
+from torch_bridge.torch_values.parameters import PREFIX, STATE
+from torch_bridge.torch_values.pytree import (
+    CacheKey,
+    Path,
+    argument_leaves,
+    is_cache,
+    leaves_of,
+    map_leaves,
+    name_leaves,
+)
 from torch_bridge.tracing.decompositions import single_nodes_decomposed
 from torch_bridge.tracing.dynamic_shapes import Axes, batch_axes, named_axes
 from torch_bridge.tracing.export_errors import (
@@ -31,7 +46,76 @@ from torch_bridge.tracing.export_errors import (
 )
 from torch_bridge.tracing.known_values import known_values_taken
 from torch_bridge.tracing.operator_library import operators_read_once
-from torch_bridge.tracing.weights_by_name import WeightsByName, detach_weights
+from torch_bridge.wrapping.wrapped_state import is_wrapped
+
+LARGE = 4096  # a constant of more elements is referred to by name
+#: dtypes that NumPy does not have: torch's integers of their bits, and the dtype of ml_dtypes
+_BY_BITS: Mapping[torch.dtype, tuple[torch.dtype, Any]] = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e4m3fnuz: (torch.uint8, ml_dtypes.float8_e4m3fnuz),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+    torch.float8_e5m2fnuz: (torch.uint8, ml_dtypes.float8_e5m2fnuz),
+}
+
+
+@dataclass(frozen=True)
+class WeightsByName:
+    """The stored tensors that are not in the bytes of a trace.
+
+    Attributes:
+        state: name -> path of a parameter or buffer of the module.
+        constants: name -> large constant of the trace.
+    """
+
+    state: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+
+    def values_in(self, model: nn.Module) -> LazyArrays:
+        """Return their values, read from the module at each access: on the CPU views, no copies."""
+        names = (*self.state, *self.constants)
+        return LazyArrays(names, lambda name: _as_array(self._tensor(model, name)))
+
+    def _tensor(self, model: nn.Module, name: str) -> Tensor:
+        if name in self.constants:
+            return self.constants[name]
+        owner, _, leaf = self.state[name].rpartition(".")
+        module = model.get_submodule(owner)
+        parameter = module._parameters.get(leaf)
+        tensor = parameter if parameter is not None else module._buffers[leaf]
+        assert tensor is not None, name
+        return tensor
+
+
+def detach_weights(program: torch.onnx.ONNXProgram, model: nn.Module) -> tuple[bytes, WeightsByName]:
+    """Return the bytes of a traced model without its state and large constants, and the names of these."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    places = {path: tensor.data_ptr() for path, tensor in tensors}
+    state: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    for value in program.model.graph.initializers.values():
+        held: Any = value.const_value
+        raw, name = getattr(held, "raw", None), str(value.name)
+        if not isinstance(raw, Tensor):
+            continue
+        path = name if name in places else name.removesuffix("_stored")
+        if places.get(path) == raw.data_ptr():
+            state[name] = path
+        elif raw.numel() > LARGE:
+            constants[name] = raw
+        else:
+            continue
+        value.const_value = type(held)(torch.empty(0, dtype=raw.dtype), name=value.name)
+    return program.model_proto.SerializeToString(), WeightsByName(state, constants)
+
+
+def _as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    local = tensor.detach().cpu()
+    if local.dtype not in _BY_BITS:
+        return np.asarray(local.numpy())
+    bits, dtype = _BY_BITS[local.dtype]
+    return np.asarray(local.view(bits).numpy().view(dtype))
+
 
 OPSET = 21
 _WITH_CACHE = (
@@ -271,3 +355,77 @@ def _silenced_exporter() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice, range)
+_OWN = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+
+
+class _Identity:
+    """A value that equals itself alone; it keeps the object alive, so that no other object takes its identity."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.held is other.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """Return a description of a model's modules, their attributes and hooks, and its state; compare with `==`.
+
+    Equal descriptions of a model lead to the same trace, whatever the values of its parameters and buffers. What lies
+    outside the model is not seen: a global that its code reads, a variable that a function closes over. Objects count
+    by identity and by what they hold, so a copied model is described differently.
+    """
+    seen = {id(known) for known in (*model.modules(), *model.parameters(), *model.buffers())}
+    modules = [
+        (path, _Identity(_user_class(module)), [(name, _describe(x, seen)) for name, x in _attributes(module).items()])
+        for path, module in model.named_modules()
+    ]
+    places = [(path, _Identity(module)) for path, module in model.named_modules(remove_duplicate=False)]
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    own = [(name, x) for name, x in tensors if not name.rpartition(".")[2].startswith(PREFIX)]
+    state = [(name, first.setdefault(id(x), name), x.dtype, tuple(x.shape)) for name, x in own]
+    return places, modules, state
+
+
+def _user_class(module: nn.Module) -> type:
+    """Return the user's class: the one that a wrapped module derives from, and that pickle knows by name."""
+    return type(module).__mro__[1] if is_wrapped(module) else type(module)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OWN}
+
+
+def _describe(value: Any, seen: set[int]) -> Any:
+    """Return plain values for data and for what objects hold; never equal for what cannot be inspected.
+
+    Each object is described once.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value)
+    if isinstance(value, _BY_IDENTITY) or id(value) in seen:
+        return _Identity(value)
+    if isinstance(value, weakref.ref):  # recurrent layers hold their weights so too
+        return weakref.ref, _describe(value(), seen)
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        small = value.tolist() if value.numel() <= LARGE else None  # a trace holds it as a constant of its own
+        return _Identity(value), value._version, value.data_ptr(), repr(small)
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()
+    if isinstance(value, Mapping):
+        return type(value), [[_describe(part, seen) for part in pair] for pair in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [_describe(item, seen) for item in value]
+    if isinstance(value, Set):
+        return type(value), sorted(map(repr, value))
+    if hasattr(value, "__dict__"):
+        return _Identity(value), [(name, _describe(part, seen)) for name, part in vars(value).items()]
+    return object()

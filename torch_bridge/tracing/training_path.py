@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 
 from qsdk.core.site import owner_of, port_of, site_name
+from torch_bridge.sites.calls import RecordedCall
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.sites.source_lines import RecordedCall
 from torch_bridge.torch_values.module_state import Attributes, attributes_of, emptied_attributes, restoring_state
-from torch_bridge.wrapping.aliases import WrittenStateError
-from torch_bridge.wrapping.dataflow import record_dataflow
+from torch_bridge.wrapping.dataflow import WrittenStateError, record_dataflow
 from torch_bridge.wrapping.wrapped_state import state_of
 
 

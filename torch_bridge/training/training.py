@@ -1,24 +1,211 @@
-"""Quantization-aware training: scales and zero points that are learned become parameters inside a block."""
+"""Quantization-aware training: learned scales, counted steps, what schedules change, and values that stay frozen."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import unserializable_hook
 
-from qsdk.core.errors import ModelError
+from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.site import site_name
-from torch_bridge.quantizers.compiled_kernels import CompiledKernels
+from torch_bridge.quantizers.fake_quant import CompiledKernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.parameters import STEPS
+from torch_bridge.torch_values.parameters import STEPS, find_stored, is_recurrent
 from torch_bridge.torch_values.sharding import reshard_parameters, zero_if_sharded
-from torch_bridge.training.schedule_state import ScheduleState, tracking_schedules
-from torch_bridge.training.step_counter import Schedule, counting_steps
 from torch_bridge.wrapping.own_forward import drop_own_forwards, restoring_forwards
 from torch_bridge.wrapping.wrapped_state import state_of
+
+Schedule = Callable[[int], None]
+
+
+def steps_of(model: nn.Module) -> int:
+    """Return the optimizer steps of this training so far; those of a checkpoint that was loaded count."""
+    buffer = model._buffers[STEPS]
+    assert buffer is not None
+    return int(buffer)
+
+
+class _LoadHook:
+    """A hook that is called when a checkpoint was loaded; in a copy of the model it does nothing."""
+
+    def __init__(self, notify: Callable[[], None] | None = None) -> None:
+        self._notify = notify
+
+    def __call__(self, *_: Any) -> None:
+        if self._notify is not None:
+            self._notify()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LoadHook, ()
+
+
+@contextmanager
+def counting_steps(model: nn.Module, schedules: Sequence[Schedule]) -> Iterator[None]:
+    """Call every schedule with 0 now, and with the number of steps after each step and after a checkpoint is loaded.
+
+    Only the first optimizer that steps any parameter of the model is counted: neither gradient accumulation, nor a step
+    that a GradScaler leaves out, nor a second optimizer for the scales changes the count.
+    """
+    counted_optimizer: list[ref[torch.optim.Optimizer]] = []
+
+    def notify(*_: Any) -> None:
+        if schedules:  # reading the count waits for a GPU
+            steps = steps_of(model)
+            for schedule in schedules:
+                schedule(steps)
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step of the first optimizer that steps the model, and tell the schedules."""
+        counted = counted_optimizer[0]() if counted_optimizer else None
+        if counted is None:
+            own = {id(parameter) for parameter in model.parameters()}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                return
+            counted_optimizer[:] = [ref(optimizer)]
+        elif counted is not optimizer:
+            return
+        buffer = model._buffers[STEPS]
+        assert buffer is not None
+        buffer += 1
+        notify()
+
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    model.register_buffer(STEPS, torch.zeros((), dtype=torch.int64, device=device))
+    loaded = model.register_load_state_dict_post_hook(_LoadHook(notify))  # type: ignore[no-untyped-call]
+    handles = [register_optimizer_step_post_hook(after_step), loaded]
+    try:
+        notify()
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        del model._buffers[STEPS]
+
+
+class ScheduleState:
+    """What schedules have changed in a sim.
+
+    Attributes:
+        held: schedule that holds ranges -> the sites whose scales and zero points no optimizer moves.
+    """
+
+    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
+        self.held: dict[Any, frozenset[str]] = {}
+        self._quantizers = quantizers
+
+    def holds(self, site: str) -> bool:
+        """Return whether any schedule holds the range of a site."""
+        return any(site in sites for sites in self.held.values())
+
+    def zero_held_gradients(self, quantizer: Quantizer) -> None:
+        """Make the gradients of a site's learned parameters 0 while its range is held.
+
+        They are not None, because every rank waits for a gradient.
+        """
+        for name in quantizer.learned_names:
+            parameter = quantizer.owner._parameters[name]
+            assert parameter is not None
+            parameter.register_hook(unserializable_hook(partial(self._gradient, quantizer.site)))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, site: str, gradient: Tensor) -> Tensor | None:
+        return gradient.new_zeros(()).expand_as(gradient) if self.holds(site) else None
+
+    def before_step(self, *_: Any) -> None:
+        """Remove the gradients of held ranges, so that neither momentum nor weight decay moves them."""
+        for quantizer in self._quantizers if self.held else ():
+            if quantizer.learned_names and self.holds(quantizer.site):
+                for name in quantizer.learned_names:
+                    parameter = quantizer.owner._parameters[name]
+                    assert parameter is not None
+                    parameter.grad = None
+
+
+@contextmanager
+def tracking_schedules(runtime: Runtime, quantizers: Sequence[Quantizer]) -> Iterator[ScheduleState]:
+    """Track what schedules change inside the block, and undo it afterwards."""
+    schedule_state = runtime.schedule_state = ScheduleState(quantizers)
+    handle = register_optimizer_step_pre_hook(schedule_state.before_step)
+    try:
+        yield schedule_state
+    finally:
+        handle.remove()
+        runtime.schedule_state = None
+
+
+@contextmanager
+def holding_values(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
+    """Keep the stored tensors at sites of a wrapped model unchanged inside the block, after every optimizer step too.
+
+    Parameters of which every value is kept require no gradient inside the block, so that neither weight decay nor the
+    norm of all gradients counts them.
+    """
+    held = [(tensor, tensor.detach().clone()) for tensor in _tensors(model, sites)]
+    whole = {id(tensor) for tensor, _ in held}
+    untrained = [parameter for parameter in model.parameters() if id(parameter) in whole and parameter.requires_grad]
+
+    @torch.no_grad()
+    def restore_values(*_: Any) -> None:
+        for tensor, value in held:
+            tensor.detach().copy_(value)
+
+    handle = register_optimizer_step_post_hook(restore_values) if held else None
+    for parameter in untrained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+        restore_values()
+        for parameter in untrained:
+            parameter.requires_grad_(True)
+
+
+def guard_values(model: nn.Module, sites: Collection[str], frozen: Callable[[], Collection[str]]) -> None:
+    """Let a gradient that reaches a stored tensor at one of these sites raise an error, as long as it is frozen.
+
+    Inside of `holding_values` none does; outside, nothing would hold the tensor against an optimizer.
+    """
+    for site in sites:
+        for tensor in _tensors(model, [site]):
+            if tensor.requires_grad and tensor.is_leaf:
+                guard: Any = tensor.register_post_accumulate_grad_hook
+                guard(partial(_refuse_gradient, site=site, frozen=frozen))
+
+
+def _refuse_gradient(parameter: Tensor, *, site: str, frozen: Callable[[], Collection[str]]) -> None:
+    if site in frozen():
+        parameter.grad = None
+        raise ConfigError(
+            f"a gradient has reached {site}, whose values are frozen, outside of sim.training(), where nothing holds "
+            f"them: train inside `with sim.training():`, or call sim.unfreeze({site!r})"
+        )
+
+
+def _tensors(model: nn.Module, sites: Collection[str]) -> list[Tensor]:
+    """Return the stored tensors at sites; of a recurrent layer all its parameters, since sites read them rearranged."""
+    result: dict[int, Tensor] = {}
+    for site in sorted(sites):
+        owner = site.rpartition(":")[0]
+        module = model if owner == "self" else _module_at(model, owner)
+        stored = find_stored(model, site)
+        tensors = module.parameters(recurse=False) if module is not None and is_recurrent(module) else [stored]
+        result |= {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return list(result.values())
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 @contextmanager

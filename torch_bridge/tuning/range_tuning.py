@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import FakeQuantGrid
+from torch_bridge.quantizers.fake_quant import FakeQuantGrid, fake_quantize
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed

@@ -16,11 +16,11 @@ from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import factor_of, statistics_of
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm
 from torch_bridge.sim import QuantSim
+from torch_bridge.stored_weights import copy_tensors, restore_tensors
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.training.batch_norm_training import active_norms
 from torch_bridge.training.training import eval_mode
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by, hooks_before_modules
-from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
 from torch_bridge.wrapping.wrapped_state import is_batch_norm
 
 Rows = list[dict[str, Any]]

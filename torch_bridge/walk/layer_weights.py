@@ -12,8 +12,13 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.site import owner_of, port_of
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.gate_order import direction_suffixes, onnx_weight, to_torch_order
-from torch_bridge.torch_values.parameters import packed_rows, stored_tensor
+from torch_bridge.torch_values.parameters import (
+    direction_suffixes,
+    onnx_weight,
+    packed_rows,
+    stored_tensor,
+    to_torch_order,
+)
 from torch_bridge.training.batch_norm_training import require_folded
 
 

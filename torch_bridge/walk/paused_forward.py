@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _push_mode
 
 from qsdk.core.errors import DataError
-from torch_bridge.quantizers.phases import Phase, Visitor
-from torch_bridge.sites.call_scopes import Frame
+from torch_bridge.sites.calls import Frame, Phase, Visitor
 from torch_bridge.sites.runtime import Runtime
 
 

@@ -19,25 +19,18 @@ from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint, run_without_normalization
 from torch_bridge.folding.computed_weights import fold_computed_in_checkpoint
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, read_norm_from_checkpoint
-from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, keeping_float32, prepare_buffers
-from torch_bridge.sites.checkpointing import is_recording_gradients
-from torch_bridge.sites.functional import with_one_rounding
-from torch_bridge.sites.fused_relu import relu_ceiling
-from torch_bridge.sites.islands import run_batch_norm
-from torch_bridge.sites.loss_inputs import LossInputs, own_tensors
-from torch_bridge.sites.recurrent import run_recurrent
+from torch_bridge.quantizers.quantizer import adapt_learned_state, keeping_float32, prepare_buffers
+from torch_bridge.sites.functional import relu_ceiling, run_batch_norm, with_one_rounding
+from torch_bridge.sites.recurrent import run_cell, run_recurrent
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.caches import is_cache, replace_cache
-from torch_bridge.torch_values.cells import run_cell
-from torch_bridge.torch_values.gate_order import is_cell, is_recurrent
+from torch_bridge.sites.runtime_state import LossInputs, is_recording_gradients, own_tensors
 from torch_bridge.torch_values.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.torch_values.module_state import without_caches
-from torch_bridge.torch_values.parameters import STATE, STEPS
-from torch_bridge.torch_values.pytree import Path, input_names, map_leaves
+from torch_bridge.torch_values.parameters import STATE, STEPS, is_cell, is_recurrent
+from torch_bridge.torch_values.pytree import Path, input_names, is_cache, map_leaves, replace_cache
 from torch_bridge.torch_values.sharding import is_fsdp_hook, require_synchronized
 from torch_bridge.wrapping.own_forward import remove_own_forward, set_own_forward
-from torch_bridge.wrapping.pretrained import saving_with_sim
-from torch_bridge.wrapping.wrapped_state import ModuleState, is_wrapped, state_of
+from torch_bridge.wrapping.wrapped_state import ModuleState, is_wrapped, saving_with_sim, state_of
 
 FOLDED = "qsdk_folded"  # key in the metadata of a state_dict whose weights are folded
 

@@ -21,7 +21,7 @@ from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.onnx_door import require_no_forward
-from torch_bridge.data_passes.named_values import ModuleValues
+from torch_bridge.named_values import ModuleValues
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import progress_over
 

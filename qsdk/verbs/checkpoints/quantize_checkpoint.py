@@ -19,7 +19,7 @@ from qsdk.core.report import Report
 from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
 from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.quantize import calibrate, export
-from torch_bridge.compressed.describe import processing_files
+from torch_bridge.compressed.write import processing_files
 
 MODEL = "model.onnx"
 RUN = ".qsdk-run"

@@ -29,9 +29,8 @@ from qsdk.core.site import site_name
 from qsdk.verbs.doors.planned_sim import planned_sim
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.rotated_modules import BETWEEN, ROTATION, rotate_input, sharing_paths, untie
-from torch_bridge.wrapping.pretrained import link_sim
-from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.torch_values.layers import BETWEEN, ROTATION, rotate_input, sharing_paths, untie
+from torch_bridge.wrapping.wrapped_state import link_sim, state_of
 
 AnySim = TypeVar("AnySim", QuantSim, OnnxSim)
 Factors = Sequence[npt.NDArray[np.float64]]

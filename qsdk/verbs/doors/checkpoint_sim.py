@@ -10,7 +10,7 @@ from qsdk.verbs.doors.quantize_module import quantize_module
 from qsdk.verbs.doors.read_checkpoint import default_example, read_model
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
-from torch_bridge.weight_files.weight_files import WeightFiles
+from torch_bridge.weight_files import WeightFiles
 
 #: Bytes of the weights' files that may be in memory at a time.
 RESIDENT = 128 << 20

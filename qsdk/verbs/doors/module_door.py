@@ -32,14 +32,13 @@ from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
 from qsdk.verbs.doors.changed_sims import replaced_by, rotated_module_sim, untied_module_sim
 from qsdk.verbs.doors.door import Forward, Visit, Visitor
-from torch_bridge import calibrate, given_weights, saved, stored_values
-from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites, visit_tensors
+from torch_bridge import calibrate, data_passes, saved, stored_weights
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values import relu6
+from torch_bridge.torch_values import layers
+from torch_bridge.torch_values.layers import online_rotations
 from torch_bridge.torch_values.module_state import restoring_state
-from torch_bridge.torch_values.rotated_modules import online_rotations
 from torch_bridge.walk import batch_norm_statistics, layer_walk
-from torch_bridge.wrapping.pretrained import weights_digest
+from torch_bridge.wrapping.wrapped_state import weights_digest
 
 Array = npt.NDArray[Any]
 
@@ -75,13 +74,13 @@ class ModuleDoor:
         progress: bool,
     ) -> None:
         """Visit in one forward pass per batch."""
-        visit_sites.visit_sites(self.sim, data, each, title=title, sites=sites, forward=forward, progress=progress)
+        data_passes.visit_sites(self.sim, data, each, title=title, sites=sites, forward=forward, progress=progress)
 
     def outputs(
         self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
     ) -> Iterator[list[npt.NDArray[np.float32]]]:
         """Yield the outputs in eval mode and without gradients."""
-        return outputs.outputs(self.sim, batches, forward, in_float=in_float)
+        return data_passes.outputs(self.sim, batches, forward, in_float=in_float)
 
     @contextmanager
     def quantizing_only(self, sites: Collection[str]) -> Iterator[None]:
@@ -99,7 +98,7 @@ class ModuleDoor:
         self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
     ) -> list[Tensor] | None:
         """Run the module; its own parameters get no gradients."""
-        return visit_tensors.visit_tensors(self.sim, batch, visitor, forward, where, everywhere=everywhere)
+        return data_passes.visit_tensors(self.sim, batch, visitor, forward, where, everywhere=everywhere)
 
     def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
         """Return what applies the site's quantizer."""
@@ -112,15 +111,15 @@ class ModuleDoor:
 
     def as_given(self) -> AbstractContextManager[bool]:
         """Restore the user's parameters and buffers."""
-        return given_weights.as_given(self.sim)
+        return stored_weights.as_given(self.sim)
 
     def stored_values(self) -> Mapping[str, Array]:
         """Return the parameters and buffers of the trace."""
-        return stored_by_name.stored_by_name(self.sim)
+        return data_passes.stored_by_name(self.sim)
 
     def store_values(self, values: Mapping[str, Array]) -> None:
         """Copy the values into parameters and buffers."""
-        stored_by_name.change_stored(self.sim, values)
+        data_passes.change_stored(self.sim, values)
 
     @contextmanager
     def untied(self, names: Collection[str]) -> Iterator[bool]:
@@ -144,16 +143,16 @@ class ModuleDoor:
 
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the ReLU6 modules."""
-        return relu6.graph_as_it_runs(self.sim.model, self.sim.graph)
+        return layers.graph_as_it_runs(self.sim.model, self.sim.graph)
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
         """Return the reasons: other calls of the same ReLU6 module."""
         owners = {site: without_calls(owner_of(site)) for site in clips}
-        return relu6.shared_bound_reasons(self.sim.model, owners, wanted)
+        return layers.shared_bound_reasons(self.sim.model, owners, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:
         """Replace ReLU6 modules by ReLU."""
-        relu6.remove_bounds(self.sim.model, {without_calls(owner_of(site)) for site in sites})
+        layers.remove_bounds(self.sim.model, {without_calls(owner_of(site)) for site in sites})
 
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
@@ -195,7 +194,7 @@ class ModuleDoor:
         results: list[list[Any]] = []
 
         def values() -> Iterator[dict[str, Any]]:
-            for site_values, result in captures.captures(self.sim, data, forward=forward, progress=progress):
+            for site_values, result in data_passes.captures(self.sim, data, forward=forward, progress=progress):
                 results.append(result)
                 yield site_values
 
@@ -205,7 +204,7 @@ class ModuleDoor:
 
         encodings = self.sim.encodings
         expected = expected_model(self.traced(), self.sim.plan, encodings, model)
-        stored = stored_values.stored_values(self.sim)
+        stored = calibrate.stored_values(self.sim)
         moves = (d.site for d in self.sim.plan.decisions.values() if d.passes_through or d.tied_dynamically)
         moving = frozenset(moves if self.sim.example.has_cache else ())
         return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime), moving)
@@ -215,7 +214,7 @@ class ModuleDoor:
         example = self.sim.current_example
         try:
             with restoring_state(self.sim.model):
-                feeds, outputs = captures.run_once(self.sim, example)
+                feeds, outputs = data_passes.run_once(self.sim, example)
         except QsdkError as error:
             return str(error)
         places = {tensor.device.type for tensor in self.sim.model.parameters()} - {"cpu", "meta"}
@@ -224,7 +223,7 @@ class ModuleDoor:
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], *, weights: bool = True) -> None:
         """Write the state_dict, or its digest alone, and the example that the model was traced with."""
         own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
-        own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": relu6.unbounded_paths(self.sim.model)}
+        own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": layers.unbounded_paths(self.sim.model)}
         own |= saved.dtype_facts(self.sim) | ({"untied": list(self.sim.untied)} if self.sim.untied else {})
         own |= {"online_rotations": online} if (online := online_rotations(self.sim.model)) else {}
         parts = saved.parts_of(self.sim)

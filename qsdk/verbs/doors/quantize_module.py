@@ -9,7 +9,7 @@ from qsdk.verbs.doors.planned_sim import planned_sim
 from qsdk.verbs.doors.saving import save_beside
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
-from torch_bridge.wrapping.pretrained import link_sim
+from torch_bridge.wrapping.wrapped_state import link_sim
 
 
 def quantize_module(

@@ -6,7 +6,7 @@ from typing import Any
 
 from qsdk.core.errors import DataError
 from torch_bridge.torch_values.batches import as_example
-from torch_bridge.torch_values.caches import is_cache
+from torch_bridge.torch_values.pytree import is_cache
 
 
 class DataWithoutCaches:

@@ -28,9 +28,9 @@ from qsdk.core.planning.graph_matching import compare_plans, match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
+from torch_bridge.calibrate import stored_values
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
-from torch_bridge.stored_values import stored_values
 
 
 def marked(names: Iterable[Any], *, slow: Iterable[Any] = (), nightly: Iterable[Any] = ()) -> list[Any]:

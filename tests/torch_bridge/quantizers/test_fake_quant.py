@@ -22,8 +22,7 @@ from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.plan import Decision
 from qsdk.verbs.quantize import calibrate
 from torch_bridge.quantizers import fake_quant
-from torch_bridge.quantizers.fake_quant import cast, fake_quantize, fake_quantize_minifloat
-from torch_bridge.quantizers.per_tensor import FakeQuantGrid
+from torch_bridge.quantizers.fake_quant import FakeQuantGrid, cast, fake_quantize, fake_quantize_minifloat
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 

@@ -21,9 +21,14 @@ import torch_bridge.sim
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics import affine
-from torch_bridge.quantizers.compiled_kernels import CompiledKernels, _backward, _forward, compiled_kernels
-from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import FakeQuantGrid
+from torch_bridge.quantizers.fake_quant import (
+    CompiledKernels,
+    FakeQuantGrid,
+    _backward,
+    _forward,
+    compiled_kernels,
+    fake_quantize,
+)
 
 EAGER = CompiledKernels(_forward, _backward)  # what is compiled, without the compiler
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.spec import Spec
-from torch_bridge.quantizers.learned_scales import learned_scale, learned_zero_point
+from torch_bridge.quantizers.quantizer import learned_scale, learned_zero_point
 
 SPEC = Spec(uint8)
 

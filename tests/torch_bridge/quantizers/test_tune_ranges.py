@@ -10,8 +10,7 @@ from torch import nn
 
 import qsdk
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
-from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import FakeQuantGrid
+from torch_bridge.quantizers.fake_quant import FakeQuantGrid, fake_quantize
 
 
 class Outliers(nn.Module):

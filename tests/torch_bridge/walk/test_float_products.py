@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_bridge.walk import float_products as module
-from torch_bridge.walk.float_products import FloatProducts, float_products
+from torch_bridge.walk import forward_pairs as module
+from torch_bridge.walk.forward_pairs import FloatProducts, float_products
 
 HALF = torch.bfloat16
 

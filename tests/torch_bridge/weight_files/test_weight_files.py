@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import qsdk
-from torch_bridge.weight_files.mapped_pages import mapped_ranges, release_pages
-from torch_bridge.weight_files.weight_files import WeightFiles
+from torch_bridge.weight_files import WeightFiles
+from torch_bridge.workarounds.mapped_pages import mapped_ranges, release_pages
 
 DATA = token_rows(3, 12, VOCABULARY)
 CONFIG = qsdk.w4a16(block_size=16)

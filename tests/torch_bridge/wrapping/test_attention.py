@@ -18,10 +18,10 @@ from zoo_models import distinct
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ModelError
 from qsdk.verbs.quantize import calibrate, check_parity, export
+from torch_bridge.calibrate import stored_values
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.sites.attention import decomposition_of, multi_head_attention_forward, scaled_dot_product_attention
-from torch_bridge.stored_values import stored_values
 
 
 class Attention(nn.Module):

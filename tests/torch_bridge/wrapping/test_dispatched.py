@@ -67,7 +67,7 @@ def test_a_weight_that_nobody_holds_is_named(tmp_path: Path) -> None:
 def test_a_model_on_several_devices_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dispatched(tmp_path)
     stored = vars(model[3])["_hf_hook"].weights_map
-    monkeypatch.setattr("torch_bridge.torch_values.dispatched._whole", lambda value, like: Elsewhere(value))
+    monkeypatch.setattr("torch_bridge.wrapping.own_forward._whole", lambda value, like: Elsewhere(value))
     assert stored is not None
     with pytest.raises(ModelError, match="over cpu, far:0; load it on one device"):
         qsdk.quantize(model, X)

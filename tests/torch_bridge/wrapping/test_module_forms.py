@@ -15,7 +15,7 @@ from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor
 from qsdk.verbs.quantize import calibrate, check_parity, export, to_integer
 from torch_bridge import numbering
 from torch_bridge.sim import QuantSim
-from torch_bridge.sites.call_scopes import Frame
+from torch_bridge.sites.calls import Frame
 
 X = seeded(4, 8)
 Compute = Callable[[Any, Tensor], Tensor]

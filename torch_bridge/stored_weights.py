@@ -1,16 +1,71 @@
-"""The float values that the user gave, for those tensors of a wrapped model that verbs have changed since."""
+"""Parameters and buffers of a wrapped model: snapshots, the values that the user gave, and writes that record these."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
-from torch_bridge.weight_snapshot import Key, state_tensors
+from torch_bridge.torch_values.layers import relu6_bounds, set_relu6_bounds
+from torch_bridge.torch_values.parameters import STEPS, stored_tensor
+from torch_bridge.weight_files import WeightFiles
+from torch_bridge.wrapping.wrapped_state import state_of
+
+Key = tuple[str, str]
+
+
+@torch.no_grad()
+def copy_tensors(model: nn.Module) -> dict[Key, Tensor]:
+    """Return a copy of every parameter and buffer except encodings: (path of the module, name) -> value.
+
+    BatchNorms that were folded and can come back are included.
+    """
+    return {key: tensor.detach().clone() for key, tensor in state_tensors(model)}
+
+
+@torch.no_grad()
+def restore_tensors(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
+    """Copy values into the same parameters and buffers; parameters that are newer keep theirs.
+
+    Raises:
+        ModelError: they are those of another model, or a parameter is another one now; nothing is changed then.
+    """
+    there = dict(state_tensors(model))
+    for (path, name), value in held.items():
+        now = there.get((path, name))
+        if now is None or now.shape != value.shape or now.dtype != value.dtype:
+            difference = "is gone" if now is None else f"has the shape {tuple(now.shape)} and type {now.dtype}"
+            raise ModelError(
+                f"{f'{path}.{name}'.lstrip('.')} {difference}, where the snapshot holds {tuple(value.shape)} of "
+                f"{value.dtype}; restore it in the model that it was taken of"
+            )
+    for key, value in held.items():
+        there[key].copy_(value)
+
+
+def state_tensors(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
+    """Yield each tensor of the state once, also where several modules hold it."""
+    seen = set()
+    folded = [trainable for trainable in state_of(model).trainable_norms if not trainable.is_active]
+    for trainable in folded:
+        if trainable.own_bias is not None:
+            yield (trainable.fold.layer, "bias before folding"), trainable.own_bias
+    for path, module in (
+        *model.named_modules(),
+        *((f"folded {trainable.fold.norm}", trainable.norm) for trainable in folded),
+    ):
+        quantizers = state_of(module).quantizers
+        own = {name for q in quantizers for name in (*q.buffer_names, *q.learned_names)}
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in own and name != STEPS and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (path, name), tensor
+
 
 #: float dtype -> digest of a tensor's values in it
 Digests = Mapping[torch.dtype, bytes]
@@ -174,3 +229,44 @@ def _is_one_of(tensor: Tensor, digests: Digests) -> bool:
         if (dtype == tensor.dtype or torch.equal(narrow.to(tensor.dtype), tensor)) and _digest(narrow) == known:
             return True
     return False
+
+
+@contextmanager
+def writing(
+    model: nn.Module, given: GivenWeights, files: WeightFiles | None, tensors: Sequence[Tensor]
+) -> Iterator[None]:
+    """Write to these parameters and buffers inside the block: those that lie in files get new files first."""
+    in_files = [tensor for tensor in tensors if files is not None and files.hold(tensor)]
+    with given.recording_changes(model, tensors, replaced=in_files):
+        for tensor in in_files:
+            assert files is not None
+            tensor.data = files.empty_like(tensor).copy_(tensor.data)
+        yield
+
+
+@torch.no_grad()
+def write_stored(
+    model: nn.Module, given: GivenWeights, files: WeightFiles | None, values: Mapping[str, npt.NDArray[Any]]
+) -> None:
+    """Write values of the same shape into the stored tensors at sites, in place.
+
+    Raises:
+        ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
+    """
+    places: dict[int, list[Tensor]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        places.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    written: dict[int, Tensor] = {}
+    for site in values:
+        stored = stored_tensor(model, site)
+        owners = places.get(stored.untyped_storage().data_ptr())
+        if owners is None:
+            raise ModelError(f"{site} is put together from several parameters, and cannot be written as one")
+        written.update((id(owner), owner) for owner in owners)
+    for site, value in values.items():
+        shape = tuple(stored_tensor(model, site).shape)
+        if shape != value.shape:
+            raise ModelError(f"what is stored at {site} has the shape {shape}, not {value.shape}")
+    with writing(model, given, files, list(written.values())):
+        for site, value in values.items():
+            stored_tensor(model, site).copy_(torch.from_numpy(np.ascontiguousarray(value)))

@@ -1,4 +1,4 @@
-"""The files that a model's weights lie in, and files for the weights that verbs change."""
+"""The files that a model's weights lie in, so that it may be larger than memory, and those of changed weights."""
 
 import mmap
 import os
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qsdk.core.errors import ModelError
-from torch_bridge.weight_files.mapped_pages import limit_pages, mapped_ranges
+from torch_bridge.workarounds.mapped_pages import limit_pages, mapped_ranges
 
 
 class WeightFiles:

@@ -1,1 +1,0 @@
-"""Weights that stay in the files they came from, so that a model may be larger than memory."""
