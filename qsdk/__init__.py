@@ -7,8 +7,8 @@
 
 What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are in docs/.
 
-    enter       quantize quantize_checkpoint inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16
-                weight_only QuantConfig load_config
+    enter       quantize quantize_checkpoint inputs_only options demo
+    configs     w8a8 w8a16 w4a8 w4a16 weight_only QuantConfig load_config
     calibrate   calibrate reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
     train       distill_loss; in qsdk.train: callbacks Distilled freeze_ranges tune_ranges
@@ -65,6 +65,7 @@ from qsdk.core.numerics.dtypes import (
 )
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
+from qsdk.core.run_options import options
 
 if TYPE_CHECKING:
     from qsdk import analysis as analysis
@@ -142,6 +143,7 @@ _ELSEWHERE = {
 __all__ = [
     "quantize",
     "quantize_checkpoint",
+    "options",
     "calibrate",
     "inputs_only",
     "seq_mse",

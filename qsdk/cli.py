@@ -17,6 +17,7 @@ from qsdk.commands.options.report import add_report
 from qsdk.commands.options.scores import add_evaluate, add_sensitivity
 from qsdk.commands.options.shared import CODES, add_command
 from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
+from qsdk.core.run_options import options as run_options
 
 UNREADABLE = 2
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     module, function = options.run.split(":")
     try:
-        code: int = getattr(import_module(module), function)(options)
+        with run_options(progress=sys.stderr.isatty() and not getattr(options, "json", False)):
+            code: int = getattr(import_module(module), function)(options)
         sys.stdout.flush()
     except QsdkError as error:
         words = import_module("qsdk.commands.printing").in_shell_words(str(error), vars(options))

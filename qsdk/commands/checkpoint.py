@@ -56,7 +56,6 @@ def quantize_folder(options: Namespace) -> int:
         prefer=options.prefer,
         dialect=options.dialect or "onnxruntime",
         format=options.format,
-        progress=sys.stderr.isatty() and not options.json,
     )
     show(Report("Quantized", report.rows, report.summary), as_json=options.json)
     return 0

@@ -1,6 +1,5 @@
 """`qsdk compare`: two files, or folders of dumped tensors, tensor by tensor, with the first one that is off."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ def run(options: Namespace) -> int:
         _batches(options),
         names=dict(options.name),
         tolerance=options.tolerance,
-        progress=sys.stderr.isatty() and not options.json,
     )
     show(report, as_json=options.json)
     return 0 if report.summary["first_off"] is None else 1

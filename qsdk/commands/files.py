@@ -1,6 +1,5 @@
 """The commands that read a quantized model: inspect and to-integer."""
 
-import sys
 from argparse import Namespace
 
 from onnx_backend.proto.inputs import inputs_of
@@ -31,7 +30,6 @@ def run_to_integer(options: Namespace) -> int:
         allow_float=options.allow_float,
         firmware=options.firmware,
         data=batches_of_options(options, inputs_of(load(options.model))) if options.data or options.random else None,
-        progress=sys.stderr.isatty() and not options.json,
     )
     show(report, as_json=options.json)
     return 0

@@ -24,22 +24,21 @@ def run(options: Namespace) -> int:
         raise ModelError(f"{options.model}: {NOTHING_QUANTIZED}")
     inputs = inputs_of(model)
     data = batches_of_options(options, inputs)
-    progress = sys.stderr.isatty() and not options.json
     if options.runtime:
         opened = opened_qdq(options.model)
-        report = check_parity(OnnxSim.from_qdq(load(opened)), opened, data, progress=progress, runtime=options.runtime)
+        report = check_parity(OnnxSim.from_qdq(load(opened)), opened, data, runtime=options.runtime)
     elif options.against:
-        report = check_parity(OnnxSim.from_qdq(opened_qdq(options.against)), model, data, progress=progress)
+        report = check_parity(OnnxSim.from_qdq(opened_qdq(options.against)), model, data)
     else:
         report = check_session(
             model,
             data,
             level=options.level,
             entries=dict(options.entry),
+            progress=sys.stderr.isatty() and not options.json,
             least_sqnr_db=options.min_sqnr,
             least_float_sqnr_db=options.min_float_sqnr,
             float_model=load(options.float) if options.float else None,
-            progress=progress,
         )
     show(report, as_json=options.json)
     return 0 if report.summary["passed"] else 1

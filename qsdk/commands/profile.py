@@ -1,6 +1,5 @@
 """`qsdk profile`: where the time of a file goes in a runtime, layer by layer."""
 
-import sys
 from argparse import Namespace
 
 from onnx_backend.proto.inputs import inputs_of
@@ -22,7 +21,6 @@ def run(options: Namespace) -> int:
         repeats=options.repeats,
         shapes=dict(options.shape),
         against=options.against,
-        progress=sys.stderr.isatty() and not options.json,
     )
     show(report, as_json=options.json)
     return 0

@@ -69,14 +69,13 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     opened = _opened(options)
     metric_files = _metric_files(opened, options)  # a path that is wrong is reported before the work
-    progress = sys.stderr.isatty() and not options.json
     sim, method = opened.sim, options.method
-    calibrate(sim, opened.data, method=method, weight_method=options.weight_method, progress=progress)
-    apply_verbs(sim, opened.data, verbs, progress=progress)
+    calibrate(sim, opened.data, method=method, weight_method=options.weight_method)
+    apply_verbs(sim, opened.data, verbs)
     facts: dict[str, Any] = {"calibration": f"{method} on {source_in_words(options, opened.files)}"}
     facts |= {"verbs": ", ".join(verbs)} if verbs else {}
     if options.mixed_precision:
-        facts |= _raise_precision(opened, metric_files, options, progress)
+        facts |= _raise_precision(opened, metric_files, options)
     exported = _exported(sim, options)
     coverage = sim.coverage()
     facts["bytes"] = exported.summary["bytes"] if _writes_folder(options) else Path(options.out).stat().st_size
@@ -155,9 +154,7 @@ def _metric_files(opened: _Opened, options: Namespace) -> FileBatches | list[Bat
     return batches_of_options(Namespace(**{**vars(options), **apart}), opened.inputs)
 
 
-def _raise_precision(
-    opened: _Opened, files: FileBatches | list[Batch], options: Namespace, progress: bool
-) -> dict[str, Any]:
+def _raise_precision(opened: _Opened, files: FileBatches | list[Batch], options: Namespace) -> dict[str, Any]:
     """Raise sites until the metric is within the budget; return the facts of it."""
     scorer = scorer_of_options(options, files)
     if scorer is None:
@@ -167,7 +164,7 @@ def _raise_precision(
     def metric(sim: Any) -> float:
         return scorer.main(lambda batch: opened.arrays(sim.run(batch)), data)
 
-    report = mixed_precision(opened.sim, opened.data, metric, max_drop=options.max_drop, progress=progress)
+    report = mixed_precision(opened.sim, opened.data, metric, max_drop=options.max_drop)
     if not report.summary["met"]:
         print(f"qsdk: no precision keeps the drop within {options.max_drop}; see --verbs and --config", file=sys.stderr)
     chosen = [row for row in report.rows if row["chosen"]]

@@ -1,6 +1,5 @@
 """`qsdk report`: coverage, ranges, sizes and findings of a Q/DQ model, as text or as a page."""
 
-import sys
 from argparse import Namespace
 from typing import Any
 
@@ -51,7 +50,6 @@ def _write_page(options: Namespace) -> int:
         float_model=options.float,
         against=options.against,
         profile=options.profile,
-        progress=sys.stderr.isatty() and not options.json,
     )
     show(found, as_json=options.json)
     return 0

@@ -2,22 +2,20 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from qsdk.algorithms import ranks
 from qsdk.core.ranges.statistics import ChannelStatistics, merge
 from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.sims.state import require_frozen_values
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 
 
 def reestimate_batch_norm(
     sim: Sim,
     data: Iterable[Any],
-    *,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Set the statistics of each BatchNorm in the model to those of its input over the data, in the simulation.
 
@@ -36,8 +34,7 @@ def reestimate_batch_norm(
     Args:
         sim: calibrated, of either side.
         data: batches as for `calibrate`.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows `site` (owner of the BatchNorm), `error_before` and `error_after` (how far the normalised values are from
@@ -55,10 +52,11 @@ def reestimate_batch_norm(
         >>> qsdk.reestimate_batch_norm(sim, [x], progress=False).rows[0]["site"]
         '0'
     """
+    run = run_of(reestimate_batch_norm, options)
     door, start = door_of(sim), time.perf_counter()
     _ = sim.encodings  # a missing calibration is reported before the data is used up
     with require_frozen_values(sim):
-        rows, float_seconds = door.reestimate_batch_norm(data, _together, forward, progress)
+        rows, float_seconds = door.reestimate_batch_norm(data, _together, run.forward, run.progress)
     spent = time.perf_counter() - start
     left = sum(row["error_after"] is None for row in rows)
     passes = spent / float_seconds if float_seconds else None

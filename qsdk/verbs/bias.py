@@ -1,11 +1,10 @@
 """The verb `correct_bias`: biases absorb the mean error that quantized weights leave. It knows both sides."""
 
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
@@ -17,13 +16,14 @@ from qsdk.core.layers.expected_means import ExpectedMoments, expected_values
 from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
+from qsdk.core.run_options import Run, WalkOptions, run_of
 from qsdk.core.sims.biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts, with_notes
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.held_back import HeldBack, output_error
-from qsdk.verbs.layers import WalkOptions, solve_each_layer
+from qsdk.verbs.layers import solve_each_layer
 
 _GATHERS = GatherOptions(second_moments=False, samples=SAMPLES, held_back=0)
 _TITLE = "Bias correction"
@@ -34,11 +34,7 @@ def correct_bias(
     data: Iterable[Any] | None = None,
     *,
     method: Literal["empirical", "analytic"] = "empirical",
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    max_memory: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Unpack[WalkOptions],
 ) -> Report:
     """Shift the bias of each layer so that the mean of its output is that of the float model (Nagel et al. 2019).
 
@@ -57,11 +53,8 @@ def correct_bias(
         sim: calibrated, of either side.
         data: batches as for `calibrate`; None with `analytic`.
         method: `empirical`, or `analytic` where there is no data.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
-        seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
-        checkpoint: a folder for the solved layers; a second run continues from them.
+        options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
+            solved layers, from which a second run continues.
 
     Returns:
         Rows `site` (of the weight), `error_before` and `error_after` (relative to the float output, behind the
@@ -82,12 +75,13 @@ def correct_bias(
         >>> qsdk.correct_bias(sim, [x], progress=False).rows[0]["site"]
         'self:weight'
     """
+    run = run_of(correct_bias, options)
     require_sim(sim)
-    _require_consistent(method, data, forward)
-    return _correct(sim, data, WalkOptions(forward, progress, seed, max_memory, checkpoint))
+    _require_consistent(method, data, options.get("forward"))
+    return _correct(sim, data, run)
 
 
-def _correct(sim: Sim, data: Iterable[Any] | None, run: WalkOptions) -> Report:
+def _correct(sim: Sim, data: Iterable[Any] | None, run: Run) -> Report:
     _ = sim.encodings  # names the sites that have none
     remarks = sim.bias_remarks()
     with put_back_on_error(sim, weights=True) as before:
@@ -101,7 +95,7 @@ def _correct(sim: Sim, data: Iterable[Any] | None, run: WalkOptions) -> Report:
         return with_notes(report, new)
 
 
-def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: WalkOptions) -> Report:
+def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Report:
     held_back = HeldBack(data)
     left = rounded_for_good(sim) | _with_frozen_biases(sim)
     own = {site: replace(e, frozen=site in left) for site, e in before.own.items()}

@@ -1,10 +1,9 @@
 """The verb that tunes blocks by gradient; it needs autograd through a module, so it is for the PyTorch side."""
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,12 +14,11 @@ from qsdk.core.layers.layer_problem import Solution
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.report import Report
+from qsdk.core.run_options import Run, WalkOptions, run_of
 from qsdk.core.sims.biases import without_shifts
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.same_on_ranks import same_on_ranks
-from qsdk.verbs.layers import WalkOptions
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
 from torch_bridge.torch_values.pytree import floats_of
@@ -52,11 +50,7 @@ def tune_blocks(
     batch_size: int = 32,
     lr: float = 0.04,
     drop: float = 0.0,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    max_memory: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Unpack[WalkOptions],
 ) -> Report:
     """Learn, block by block, the rounding of weights and the scales, by the error of the block's output.
 
@@ -73,11 +67,8 @@ def tune_blocks(
         batch_size: samples per step, as rows of the batches.
         lr: how far first steps move a weight, in steps of its scale; falls linearly to 0.
         drop: share of the elements of a block's input that is taken from the float model, at random (QDrop).
-        forward: `(model, batch)`, to call the model yourself.
-        progress: show a progress bar.
-        seed: of the held-back samples and the order of the others.
-        max_memory: bytes that activations between blocks may take; the rest goes to temporary files. None: no bound.
-        checkpoint: a folder for the result of each block; a second run continues from them.
+        options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
+            solved layers, from which a second run continues.
 
     Returns:
         Rows `block`, `error_before`, `error_after` (of the output on held-back samples, relative to its energy),
@@ -98,14 +89,15 @@ def tune_blocks(
         >>> qsdk.tune_blocks(sim, [x], iterations=5, progress=False).rows[0]["block"]
         'self'
     """
+    run = run_of(tune_blocks, options)
     tuned = module_sim(sim, "tune_blocks", "use qsdk.adaround or qsdk.gptq here")
-    options = _options(iterations, learn, batch_size, lr, drop)
+    chosen = _options(iterations, learn, batch_size, lr, drop)
     found = find_blocks(tuned, [blocks] if isinstance(blocks, str) else blocks)
-    return _tune_all(tuned, data, found, options, WalkOptions(forward, progress, seed, max_memory, checkpoint))
+    return _tune_all(tuned, data, found, chosen, run)
 
 
 def _tune_all(
-    sim: QuantSim, data: Iterable[Any], blocks: ModuleBlocks, options: BlockTuningOptions, run: WalkOptions
+    sim: QuantSim, data: Iterable[Any], blocks: ModuleBlocks, options: BlockTuningOptions, run: Run
 ) -> Report:
     start = time.perf_counter()
     walked = walk_modules(sim, data, list(blocks.modules), forward=run.forward, max_memory=run.max_memory)

@@ -1,25 +1,22 @@
 """The verbs that solve layers one after the other; each combines the layer walk of one side with a solver."""
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.algorithms.solvers import adaround as adaround_solver
 from qsdk.algorithms.solvers import gptq as gptq_solver
-from qsdk.algorithms.solvers import relaxation
 from qsdk.algorithms.solvers import seq_mse as seq_mse_solver
 from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.algorithms.solvers.rounding import BLOCK
 from qsdk.core.layers.layer_problem import Solver
 from qsdk.core.report import Report
+from qsdk.core.run_options import Run, WalkOptions, run_of
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 
 _ALL = GatherOptions()
 
@@ -32,11 +29,7 @@ def seq_mse(
     loss: seq_mse_solver.LossName = "mse",
     refine: bool = True,
     shift_bias: bool = True,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    max_memory: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Unpack[WalkOptions],
 ) -> Report:
     """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
 
@@ -54,11 +47,8 @@ def seq_mse(
         refine: whether scales are then fitted to the codes that they lead to. Off for ranges on the candidates alone.
         shift_bias: whether biases absorb the mean error that their layer's new range leaves, behind its Relu, Clip or
             LeakyRelu where it has one (as `correct_bias`). Off where biases must stay.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
-        seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
-        checkpoint: a folder for the solved layers; a second run continues from them.
+        options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
+            solved layers, from which a second run continues.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -72,17 +62,18 @@ def seq_mse(
         >>> qsdk.seq_mse(sim, [x], progress=False).rows[0]["site"]
         'self:weight'
     """
-    options: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
+    run = run_of(seq_mse, options)
+    choices: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
     samples = seq_mse_solver.SAMPLES if loss == "l1" or shift_bias else 0
     return solve_each_layer(
         sim,
         data,
-        partial(seq_mse_solver.solve, **options),
+        partial(seq_mse_solver.solve, **choices),
         "SeqMSE",
         verb="seq_mse",
         gathers=GatherOptions(samples=samples, rows=seq_mse_solver.ROWS),
-        options=options,
-        run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
+        options=choices,
+        run=run,
     )
 
 
@@ -96,12 +87,7 @@ def adaround(
     damping: float | None = None,
     shift_bias: bool = True,
     activation: bool = False,
-    relaxed: relaxation.RelaxationOptions = relaxation.DEFAULT,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    max_memory: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Unpack[WalkOptions],
 ) -> Report:
     """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
 
@@ -115,12 +101,8 @@ def adaround(
         damping: as for `gptq`. Raise it where accuracy falls on data that the solver has not seen.
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
         activation: with `relaxed` alone: measure errors behind a layer's Relu, Clip or LeakyRelu, on sampled inputs.
-        relaxed: learning rate, penalty and warm start of `relaxed`; the defaults are tuned, so change them last.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
-        seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
-        checkpoint: a folder for the solved layers; a second run continues from them.
+        options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
+            solved layers, from which a second run continues.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -134,17 +116,18 @@ def adaround(
         >>> qsdk.adaround(sim, [x], progress=False).rows[0]["site"]
         'self:weight'
     """
-    options: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
-    options |= {"shift_bias": shift_bias, "activation": activation}
+    run = run_of(adaround, options)
+    choices: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
+    choices |= {"shift_bias": shift_bias, "activation": activation}
     return solve_each_layer(
         sim,
         data,
-        partial(adaround_solver.solve, relaxed=relaxed, **options),
+        partial(adaround_solver.solve, **choices),
         "AdaRound",
         verb="adaround",
         gathers=GatherOptions(samples=SAMPLES if activation else 0),
-        options={**options, **asdict(relaxed)},
-        run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
+        options=choices,
+        run=run,
     )
 
 
@@ -158,11 +141,7 @@ def gptq(
     scales: gptq_solver.Scales = "search",
     sweeps: int = 1,
     shift_bias: bool = True,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    max_memory: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Unpack[WalkOptions],
 ) -> Report:
     """Round weights one input at a time; the remaining inputs make up for the error so far (Frantar et al. 2022, GPTQ).
 
@@ -176,11 +155,8 @@ def gptq(
         scales: `search` also multiplies each channel's scales by the best of some factors; `fixed` keeps them.
         sweeps: of coordinate descent afterwards, at most; 0 for GPTQ alone.
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
-        seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
-        checkpoint: a folder for the solved layers; a second run continues from them.
+        options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
+            solved layers, from which a second run continues.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -194,36 +170,18 @@ def gptq(
         >>> qsdk.gptq(sim, [x], progress=False).rows[0]["site"]
         'self:weight'
     """
-    options: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "damping": damping}
-    options |= {"scales": scales, "sweeps": sweeps, "shift_bias": shift_bias}
+    run = run_of(gptq, options)
+    choices: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "damping": damping}
+    choices |= {"scales": scales, "sweeps": sweeps, "shift_bias": shift_bias}
     return solve_each_layer(
         sim,
         data,
-        partial(gptq_solver.solve, **options),
+        partial(gptq_solver.solve, **choices),
         "GPTQ",
         verb="gptq",
-        options=options,
-        run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
+        options=choices,
+        run=run,
     )
-
-
-@dataclass(frozen=True)
-class WalkOptions:
-    """The options that all verbs have that go through the layers.
-
-    Attributes:
-        forward: `(model, batch)` (PyTorch side).
-        progress: show a progress bar.
-        seed: of whatever is sampled.
-        max_memory: bytes that kept activations may take; None for no bound.
-        checkpoint: a folder for the solved layers.
-    """
-
-    forward: Forward | None
-    progress: bool
-    seed: int
-    max_memory: int | None
-    checkpoint: str | os.PathLike[str] | None
 
 
 def solve_each_layer(
@@ -233,7 +191,7 @@ def solve_each_layer(
     title: str,
     *,
     verb: str | None = None,
-    run: WalkOptions,
+    run: Run,
     gathers: GatherOptions = _ALL,
     options: Mapping[str, Any] | None = None,
 ) -> Report:

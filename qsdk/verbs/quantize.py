@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from onnx import ModelProto
 from torch import nn
@@ -28,10 +28,10 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, ProgressOptions, require_keywords, run_of
 from qsdk.core.sims.biases import with_notes, without_shifts
 from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.quantize_module import quantize_module
 from qsdk.verbs.doors.user_data import first_batches
 from qsdk.verbs.doors.writing import write_compressed, write_onnx
@@ -167,8 +167,7 @@ def calibrate(
     weight_method: CalibrationMethod | None = None,
     percentile: float = PERCENTILE,
     max_batches: int | None = None,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Find an encoding for every site in one pass over the data.
 
@@ -186,8 +185,7 @@ def calibrate(
         weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits.
         percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
         max_batches: batches to stop after, for a DataLoader of a whole training set; None for all.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Raises:
         ConfigError: an unknown method, a percentile outside 50..100, or `max_batches` below 1.
@@ -201,27 +199,34 @@ def calibrate(
         >>> qsdk.calibrate(sim, [x], method="mse", progress=False).summary["sites"]
         3
     """
+    run = run_of(calibrate, options)
     door = door_of(sim)
     batches = first_batches(data, max_batches)
-    options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
+    methods: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
     with without_shifts(sim):
-        return door.calibrate(batches, forward, progress=progress, gather=all_gather, **options)
+        return door.calibrate(batches, run.forward, progress=run.progress, gather=all_gather, **methods)
+
+
+class FileOptions(TypedDict, total=False):
+    """What `export` takes that is about the files it writes."""
+
+    external_data: bool | None
+    shapes: Shapes | Mapping[str, Shapes] | None
+    cache: Literal["float", "integer"] | None
+    max_shard_bytes: int | None
 
 
 def export(
     sim: Sim,
     path: str | os.PathLike[str],
     *,
+    format: Literal["onnx", "compressed-tensors"] = "onnx",
     opset: int = 21,
     dialect: Dialect = "onnxruntime",
-    external_data: bool | None = None,
     uncalibrated: Literal["error", "float"] = "error",
-    shapes: Shapes | Mapping[str, Shapes] | None = None,
-    cache: Literal["float", "integer"] | None = None,
-    format: Literal["onnx", "compressed-tensors"] = "onnx",
-    max_shard_bytes: int | None = None,
-    check: bool = True,
     prefer: Literal["speed", "size"] = "speed",
+    check: bool = True,
+    **options: Unpack[FileOptions],
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
@@ -230,18 +235,12 @@ def export(
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
+        format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
         opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
             8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
             level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`; or `onnx`, the standard form without regard to one.
-        external_data: whether large weights go to a file of their own, `<path>.<hash>.data`; None for only where one
-            file cannot hold them (2 GiB).
         uncalibrated: `float` leaves sites without an encoding float.
-        shapes: input name -> all of its sizes, or open axis -> its size; None leaves axes open (those of dialect `qnn`
-            are the example's). `{"prefill": {...}, "decode": {...}}` writes two files that share their weights.
-        cache: `integer` takes and gives quantized keys and values as codes; None: floats, or as an opened file had it.
-        format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
-        max_shard_bytes: of a file of that folder; None for 5 GB.
         check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
             cannot fail by it). What that session does differently, or why it was not asked, is `default_session` in
@@ -250,6 +249,12 @@ def export(
         prefer: `speed` stores 4-bit weights beside quantized activations in 8 bits for ONNX Runtime, whose integer
             kernels read no others (the same numbers; `bytes_if_packed` in the summary is the size without it); `size`
             packs them.
+        options: of the files. `shapes`: input name -> all of its sizes, or open axis -> its size; None leaves axes open
+            (those of dialect `qnn` are the example's). `{"prefill": {...}, "decode": {...}}` writes two files that
+            share their weights. `cache`: `integer` takes and gives quantized keys and values as codes; None: floats, or
+            as an opened file had it. `external_data`: whether large weights go to a file of their own,
+            `<path>.<hash>.data`; None for only where one file cannot hold them (2 GiB). `max_shard_bytes` of a file of
+            compressed-tensors; None for 5 GB.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -265,19 +270,20 @@ def export(
         >>> qsdk.export(sim, folder + "/model.onnx").summary["bytes"] > 0
         True
     """
+    require_keywords(export, options)
     door = door_of(sim)
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
     encodings = door.encodings(ready)
-    options: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": external_data}
-    options |= {"shapes": shapes, "cache": cache, "prefer": prefer}
+    choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
+    choices |= {"shapes": options.get("shapes"), "cache": options.get("cache"), "prefer": prefer}
     if format != "onnx":
         usual = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
-        not_for_it = [name for name, given in options.items() if given != usual.get(name)]
-        return write_compressed(sim, plan, encodings, path, format, max_shard_bytes, not_for_it)
-    if max_shard_bytes is not None:
+        not_for_it = [name for name, given in choices.items() if given != usual.get(name)]
+        return write_compressed(sim, plan, encodings, path, format, options.get("max_shard_bytes"), not_for_it)
+    if options.get("max_shard_bytes") is not None:
         raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
-    report = with_notes(write_onnx(sim, plan, encodings, path, {**options, "check": check}), sim.bias_remarks())
+    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
     return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
 
@@ -286,9 +292,8 @@ def check_parity(
     model: OnnxSource,
     data: Iterable[Any],
     *,
-    forward: Forward | None = None,
-    progress: bool = True,
     runtime: RuntimeName | None = None,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Compare an exported model with its sim, site by site, each site fed with the sim's own input.
 
@@ -296,12 +301,11 @@ def check_parity(
         sim: of either side.
         model: an exported file, or the model in it.
         data: batches.
-        forward: calls the module on a batch.
-        progress: show a progress bar.
         runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
             level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64). The summary names the first site that is
             more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where the default
             session may differ from that on this processor, `default_session` in the summary says so.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Raises:
         ConfigError: the runtime is unknown or not installed.
@@ -318,11 +322,18 @@ def check_parity(
         >>> qsdk.check_parity(sim, folder + "/model.onnx", [x], progress=False).summary["weights_max_lsb"]
         0.0
     """
+    run = run_of(check_parity, options)
     door, opened = door_of(sim), opened_qdq(model)
-    report = door.check_parity(opened, data, forward, progress, runtime)
+    report = door.check_parity(opened, data, run.forward, run.progress, runtime)
     if runtime not in (None, "onnxruntime"):
         return report
     return with_overflow(report, opened, in_session=runtime is not None)
+
+
+class ProgramOptions(ProgressOptions, total=False):
+    """What `to_integer` takes beside the choices of the arithmetic."""
+
+    firmware: str | os.PathLike[str] | None
 
 
 def to_integer(
@@ -335,8 +346,7 @@ def to_integer(
     allow_float: Sequence[str] = (),
     shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
-    firmware: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    **options: Unpack[ProgramOptions],
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one. Writes `out` and `<out>.certificate.json`.
 
@@ -355,8 +365,8 @@ def to_integer(
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
         data: batches, the first for measuring and needed sizes; None for random ones, sized as quantize's example.
-        firmware: a file that holds the network without ONNX: `.npz` (arrays and operations) or `.h` (C, batch of 1).
-        progress: show a progress bar.
+        options: `firmware`, a file that holds the network without ONNX: `.npz` (arrays and operations) or `.h` (C,
+            batch of 1). `progress`: see `qsdk.options`.
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
@@ -371,7 +381,9 @@ def to_integer(
         >>> qsdk.to_integer(folder + "/model.onnx", folder + "/integer.onnx").summary["float_tensors"]
         0
     """
+    run = run_of(to_integer, options)
+    firmware = options.get("firmware")
     require_firmware_path(firmware, out)
     forms: dict[str, Any] = {"target": target, "edges": edges, "rounding": rounding, "allow_float": allow_float}
     source = model_io.with_weights(opened_qdq(model))
-    return write_integer(source, out, **forms, shapes=shapes, data=data, firmware=firmware, progress=progress)
+    return write_integer(source, out, **forms, shapes=shapes, data=data, firmware=firmware, progress=run.progress)

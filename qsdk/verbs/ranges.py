@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.report import Report
+from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.progress import progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 from torch_bridge.calibrate import install
 from torch_bridge.sim import QuantSim
@@ -32,9 +32,7 @@ def tune_ranges(
     *,
     steps: int = 100,
     lr: float = 0.1,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
+    **options: Unpack[SeededOptions],
 ) -> Report:
     """Learn the ranges of all activations together, by the error of the model's outputs; weights stay as they are.
 
@@ -47,9 +45,7 @@ def tune_ranges(
         data: batches as for `calibrate`, read once and kept; small ones make cheap steps.
         steps: of Adam.
         lr: how far the first steps move log2 of an end of a range; it falls linearly to 0.
-        forward: `(model, batch)`, to call the model yourself.
-        progress: show a progress bar.
-        seed: of the order of the batches.
+        options: `forward`, `progress`, `seed`; see `qsdk.options`.
 
     Returns:
         Rows `site`, `low_before`, `high_before`, `low`, `high`; summary `error_before`, `error_after` (of the outputs
@@ -70,6 +66,7 @@ def tune_ranges(
         >>> qsdk.train.tune_ranges(sim, [x], steps=5, progress=False).summary["steps"]
         5
     """
+    run = run_of(tune_ranges, options)
     sim = module_sim(sim, "tune_ranges", "choose another method of calibrate here")
     if steps < 1 or not lr > 0:
         raise ConfigError(f"steps={steps} must be 1 at least, and lr={lr} positive")
@@ -77,13 +74,13 @@ def tune_ranges(
     batches = [batch for _, batch in progress_over(data, "ranges", progress=False)]
     start = time.perf_counter()
     with eval_mode(sim.model), fixed_parameters(sim.model):
-        tuner = RangeTuner(sim, forward)
+        tuner = RangeTuner(sim, run.forward)
         if not tuner.learned:
             raise CalibrationError(_NOTHING_TO_LEARN)
         held_back_numbers = list(range(len(batches)))[_EVERY - 1 :: _EVERY] or list(range(len(batches)))
         training_numbers = [n for n in range(len(batches)) if n not in held_back_numbers] or held_back_numbers
         before, float_seconds = _held_back(tuner, batches, held_back_numbers)
-        _learn(tuner, batches, training_numbers, steps=steps, lr=lr, progress=progress, seed=seed)
+        _learn(tuner, batches, training_numbers, steps=steps, lr=lr, progress=run.progress, seed=run.seed)
         after, _ = _held_back(tuner, batches, held_back_numbers)
     return _install(sim, tuner, before, after, steps, (time.perf_counter() - start, float_seconds * len(batches)))
 

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.scaling import clip as clipping
 from qsdk.core.scaling import equalize as equalizing
 from qsdk.core.scaling import plans
@@ -37,8 +38,7 @@ def equalize(
     absorb_bias: bool = True,
     relu6: Literal["keep", "relu"] = "keep",
     iterations: int = 50,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Make the ranges of weights equal across layers, for weights with one scale per tensor (Nagel et al. 2019).
 
@@ -56,8 +56,7 @@ def equalize(
         relu6: `keep` scales nothing across a ReLU6, which cuts all channels at 6; `relu` replaces it by a ReLU where
             that lets factors pass, which changes the float model wherever a value was above 6.
         iterations: upper bound of passes over all layers; it ends when nothing changes any more.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows `group`, `spread_before`, `spread_after` (of the ranges of the producers' weights: largest over geometric
@@ -74,6 +73,7 @@ def equalize(
         >>> qsdk.equalize(sim, [x], progress=False).summary["scaled"]
         1
     """
+    run = run_of(equalize, options)
     _require_equalizable(sim, data, relu6)
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
@@ -82,10 +82,12 @@ def equalize(
         numbers = range(len(scalings.regions))
         before = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         taken = equalizing.equalize(scalings, iterations)
-        biases, absorbed, looked = _absorbed(sim, scalings, data, absorb_bias, forward=forward, progress=progress)
+        biases, absorbed, looked = _absorbed(
+            sim, scalings, data, absorb_bias, forward=run.forward, progress=run.progress
+        )
         after = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         door_of(sim).unbind(opened)
-        passes = looked + _write(sim, scalings, biases, data, forward=forward, progress=progress)
+        passes = looked + _write(sim, scalings, biases, data, forward=run.forward, progress=run.progress)
         columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
         rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
         facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
@@ -106,8 +108,7 @@ def smooth_quant(
     data: Iterable[Any],
     *,
     alpha: float | Literal["auto"] = 0.5,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Move outliers of activations into weights, by factors that leave the float model as it is (Xiao et al. 2023).
 
@@ -121,8 +122,7 @@ def smooth_quant(
         alpha: 0 leaves the outliers in the activations, 1 moves all of them. `auto` searches it for each group by the
             output error of its layers, with inputs and weights quantized as in the sim; a group that does not improve
             stays as it is. Try it where 0.5 loses accuracy.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows `group`, `alpha`, `spread_before` and `spread_after` (of the inputs' channels: the largest magnitude over
@@ -140,6 +140,7 @@ def smooth_quant(
         >>> qsdk.smooth_quant(sim, [x], alpha="auto", progress=False).summary["scaled"]
         1
     """
+    run = run_of(smooth_quant, options)
     require_sim(sim)
     if alpha != "auto" and not 0 <= float(alpha) <= 1:
         raise ConfigError(f"alpha={alpha!r}; give a number from 0 to 1, or 'auto'")
@@ -148,7 +149,7 @@ def smooth_quant(
     def search(seen: ObservedRegions, number: int) -> FactorChoice:
         return search_smooth_quant(seen, number, alphas)
 
-    return _searched(sim, data, "SmoothQuant", search, lambda region: "", forward=forward, progress=progress)
+    return _searched(sim, data, "SmoothQuant", search, lambda region: "", forward=run.forward, progress=run.progress)
 
 
 @same_on_ranks
@@ -158,8 +159,7 @@ def awq(
     *,
     grid: int = 20,
     clip: bool = True,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Scale up the weights that multiply large activations, so that their grid is finer (Lin et al. 2024, AWQ).
 
@@ -173,8 +173,7 @@ def awq(
         data: batches as for `calibrate`, in a list or DataLoader: they are read twice.
         grid: number of values of alpha to try, beside 0. More make a finer search that takes longer.
         clip: search narrower ranges as well; only in a calibrated sim.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows as of `smooth_quant`; the summary has `clipped` (weights), and the mean of their layers' relative errors
@@ -191,6 +190,7 @@ def awq(
         >>> qsdk.awq(sim, [x], progress=False).summary["scaled"]
         1
     """
+    run = run_of(awq, options)
     require_sim(sim)
     if grid < 1:
         raise ConfigError(f"grid={grid}; at least one value of alpha must be tried")
@@ -199,7 +199,7 @@ def awq(
         return search_awq(seen, number, grid)
 
     last = _clip if clip else None
-    return _searched(sim, data, "AWQ", search, plans.without_layers, last, forward=forward, progress=progress)
+    return _searched(sim, data, "AWQ", search, plans.without_layers, last, forward=run.forward, progress=run.progress)
 
 
 def _searched(

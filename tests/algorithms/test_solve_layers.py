@@ -16,8 +16,8 @@ from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.dtypes import float16
 from qsdk.core.report import Report
+from qsdk.core.run_options import Run
 from qsdk.verbs.doors.door import Forward
-from qsdk.verbs.layers import WalkOptions
 from qsdk.verbs.layers import solve_each_layer as solve_layers
 from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
@@ -79,7 +79,7 @@ def sim(calibrated: QuantSim) -> QuantSim:
 def solve_each_layer(
     sim: QuantSim, batches: Any, solver: Solver, *, seed: int = 0, forward: Forward | None = None, **options: Any
 ) -> Report:
-    run = WalkOptions(forward, progress=False, seed=seed, max_memory=None, checkpoint=None)
+    run = Run(forward=forward, progress=False, seed=seed)
     return solve_layers(sim, batches, solver, "Solve", run=run, **options)
 
 

@@ -1,13 +1,13 @@
 """The pages for those who come from another tool: every name is there, and every counterpart exists."""
 
 import ast
-import inspect
 import re
 
 import pytest
 from pages import DOCS
 
 import qsdk
+from qsdk.core.run_options import keywords_of
 
 PAGES = sorted((DOCS / "coming_from").glob("*.md"))
 TEXT = {page.stem: page.read_text(encoding="utf-8") for page in PAGES}
@@ -80,7 +80,7 @@ def test_a_counterpart_exists_and_takes_what_it_is_given(expression: str):
     for call in (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         owner = owner_of(call.func)
         if owner is not None:
-            known = inspect.signature(getattr(owner, call.func.attr)).parameters
+            known = keywords_of(getattr(owner, call.func.attr))
             assert {keyword.arg for keyword in call.keywords} <= set(known), expression
 
 

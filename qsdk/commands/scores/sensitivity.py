@@ -1,6 +1,5 @@
 """`qsdk sensitivity`: which layers' quantization costs most, of a float model or a Q/DQ file."""
 
-import sys
 from argparse import Namespace
 from typing import Any
 
@@ -28,7 +27,6 @@ def run(options: Namespace) -> int:
     """
     model = load(options.model)
     data = batches_of_options(options, inputs_of(model))
-    progress = sys.stderr.isatty() and not options.json
     if is_anything_quantized(model):
         if options.config or options.override or options.skip:
             raise ConfigError(f"{options.model} is quantized already; leave out --config, --override and --skip")
@@ -36,15 +34,13 @@ def run(options: Namespace) -> int:
     else:
         config = config_of(options.config or "w8a8", options.override, options.skip)
         sim = quantize(options.model, next(iter(data), None), config)
-        calibrate(sim, data, progress=progress)
+        calibrate(sim, data)
     scorer = scorer_of_options(options, data)
 
     def metric(current: Any) -> float:
         return 0.0 if scorer is None else scorer.main(current.run)
 
-    found = sensitivity(
-        sim, data, metric=None if scorer is None else metric, exact=options.exact, progress=progress, seed=options.seed
-    )
+    found = sensitivity(sim, data, metric=None if scorer is None else metric, exact=options.exact, seed=options.seed)
     show(_with_modules(found, sim), as_json=options.json)
     return 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import no_time_gained
 from qsdk.core.report import Report
+from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.analysis.precision import float_ms, mixed_precision
@@ -31,7 +32,6 @@ from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
 from qsdk.verbs.analysis.sensitivity import noise_of_layers
 from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.quantize import calibrate, export, quantize
 from qsdk.verbs.rotation.rotate import obstacle_to_rotating, rotate
@@ -61,6 +61,14 @@ class AutoquantReport(Report):
         return f"{super().full()}\n\nto repeat it:\n{self.code}"
 
 
+class _Budgets(SeededOptions, total=False):
+    """What bounds the result beside the metric."""
+
+    max_bytes: int | None
+    max_ms: float | None
+    runtime: ProfiledRuntime
+
+
 def autoquant(
     model: Any,
     example: Any,
@@ -68,14 +76,9 @@ def autoquant(
     metric: Callable[[Any], float],
     *,
     max_drop: float,
-    max_bytes: int | None = None,
-    max_ms: float | None = None,
     config: QuantConfig | str | None = None,
     smaller: bool = False,
-    runtime: ProfiledRuntime = "onnxruntime",
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
+    **options: Unpack[_Budgets],
 ) -> AutoquantReport:
     """Quantize a model so that a metric stays within a budget of the float model's, in as few steps as that takes.
 
@@ -90,15 +93,12 @@ def autoquant(
         data: as for `calibrate`; kept as a list if it can be read only once.
         metric: called with the sim; larger is better.
         max_drop: how far below the float model's it may fall.
-        max_bytes: that the file of `export(..., prefer="size")` may take.
-        max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
         smaller: use up `max_drop`: weights of 8 bits take 4 (slower on many runtimes) as far as the metric allows.
         config: to start from, or the name of a preset; None for `w8a8()`, with `max_ms` in ONNX Runtime
             `w8a8().for_dialect("onnxruntime")`.
-        runtime: to measure `max_ms` in.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show progress bars.
-        seed: of all sampling; one seed gives one result (but `max_ms` measures time).
+        options: `max_bytes` that the file of `export(..., prefer="size")` may take. `max_ms`: milliseconds that a run
+            of the exported file may take in `runtime` ("onnxruntime"); see `mixed_precision`. `forward`, `progress`,
+            `seed`: see `qsdk.options`.
 
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` (of that
@@ -117,22 +117,24 @@ def autoquant(
         >>> qsdk.autoquant(model, x, [x], closeness, max_drop=0.5, progress=False).summary["met"]
         True
     """
+    run = run_of(autoquant, options)
+    max_bytes, max_ms = options.get("max_bytes"), options.get("max_ms")
     require_budget(metric, max_drop)
-    steps = _recipe(seed)
+    steps = _recipe(run.seed)
     data = list(data) if isinstance(data, Iterator) else data
-    options = {"forward": forward, "progress": progress}
-    times = {} if max_ms is None else {"max_ms": max_ms, "runtime": runtime}
+    shared = {"forward": run.forward, "progress": run.progress}
+    times = {} if max_ms is None else {"max_ms": max_ms, "runtime": options.get("runtime", "onnxruntime")}
     total = 2 + (max_bytes is not None) + len(steps) + smaller
-    with progress_of("autoquant", total, show=progress, unit="step") as bar:
+    with progress_of("autoquant", total, show=run.progress, unit="step") as bar:
         bar.now(_PRESET)
         fast = config is None and times.get("runtime") == "onnxruntime"
         first = w8a8().for_dialect("onnxruntime") if fast else config or w8a8()
-        path = _Path(quantize(model, example, first), data, metric, max_drop, max_bytes, times, options, bar)
+        path = _Path(quantize(model, example, first), data, metric, max_drop, max_bytes, times, shared, bar)
         line = f"config = qsdk.{config or 'w8a8'}()" + ('.for_dialect("onnxruntime")' if fast else "")
         path.start([] if isinstance(config, QuantConfig) else [line])
         path.improve(steps)
         if smaller:
-            path.shrink(seed)
+            path.shrink(run.seed)
         return path.finish()
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from onnx import ModelProto
 from torch import nn
@@ -18,6 +18,7 @@ from qsdk.core.comparing.folder import DumpedFolder
 from qsdk.core.comparing.place import Array, Place, Side
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, run_of
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.onnx_door import require_no_forward
@@ -35,8 +36,7 @@ def compare(
     *,
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Compare two forms of one network tensor by tensor, and name the first one in network order that is off.
 
@@ -57,8 +57,7 @@ def compare(
         data: batches, as for `calibrate`; may be None where both sides are folders.
         names: name on side a -> name on side b, for tensors that cannot be matched otherwise.
         tolerance: the largest difference that counts as none, relative to the largest value of a tensor.
-        forward: `(model, batch)`, to call a module yourself; an ONNX model then gets what the module was called with.
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows in network order: `site` (the name on side a), `other` (on side b), `layout` (what lies otherwise: NHWC,
@@ -81,10 +80,11 @@ def compare(
         >>> print(qsdk.compare(model, sim, [x], progress=False).summary["first_off"])
         None
     """
+    run = run_of(compare, options)
     _require_tolerance(tolerance)
-    sides = _fed_alike(_side(a, "a", forward), _side(b, "b", forward), forward)
+    sides = _fed_alike(_side(a, "a", run.forward), _side(b, "b", run.forward), run.forward)
     comparison = Comparison(*sides, names)
-    for batch, where in _batches(sides, data, progress):
+    for batch, where in _batches(sides, data, run.progress):
         comparison.add(batch, where)
     return comparison.report(tolerance)
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
@@ -13,6 +13,7 @@ from qsdk.core.precision.samples import SiteSample
 from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
@@ -22,7 +23,7 @@ from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
 
-def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, progress: bool = True) -> Report:
+def advise(sim: Sim, data: Iterable[Any], **options: Unpack[DataOptions]) -> Report:
     """Name the sites that their encoding serves badly, each with the cheapest remedy.
 
     A site is named where a tie leaves it a fraction of its grid (the scores of a detector beside its boxes), where one
@@ -32,8 +33,7 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
     Args:
         sim: calibrated, of either side.
         data: as for `calibrate`; one pass in float, of which a bounded sample is kept, and the pass of `sensitivity`.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows `site`, `dtype`, `sqnr_db` (of its own values), `share` (of all noise at the model's outputs, the largest
@@ -51,7 +51,8 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
         >>> qsdk.analysis.advise(sim, [x], progress=False).summary["ranking"][0]["kind"]
         'weights'
     """
-    samples, noise, facts = _ranked(sim, data, forward, progress)
+    run = run_of(advise, options)
+    samples, noise, facts = _ranked(sim, data, run.forward, run.progress)
     report = advice.advise(sim.plan, sim.encodings, samples, noise)
     return Report(report.title, report.rows, {**report.summary, **facts})
 
@@ -66,8 +67,7 @@ def mixed_precision(
     max_evaluations: int = EVALUATIONS,
     max_ms: float | None = None,
     runtime: ProfiledRuntime | Callable[[Any], float] = "onnxruntime",
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Raise as few sites as possible to keep a metric within a budget of that of the original float model.
 
@@ -85,8 +85,7 @@ def mixed_precision(
         max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
             that allows, though the metric may then be missed.
         runtime: to measure in, by `profile` on random values; or a function of the sim that returns milliseconds.
-        forward: `(model, batch)`, to call the model yourself.
-        progress: show progress bars.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
@@ -110,13 +109,14 @@ def mixed_precision(
         >>> qsdk.mixed_precision(sim, [x], closeness, max_drop=0.05, progress=False).summary["met"]
         True
     """
+    run = run_of(mixed_precision, options)
     require_budget(metric, max_drop)
     assert max_drop is not None
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), float_ms=float_ms(sim, runtime))
-    samples, noise, facts = _ranked(sim, data, forward, progress)
-    options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
-    with _counted(metric, max_evaluations, progress) as counted:
-        report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
+    samples, noise, facts = _ranked(sim, data, run.forward, run.progress)
+    bounds: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
+    with _counted(metric, max_evaluations, run.progress) as counted:
+        report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **bounds)
     return Report(report.title, report.rows, {**report.summary, **facts})
 
 

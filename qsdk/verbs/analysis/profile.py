@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 from onnx import ModelProto
 
@@ -13,6 +13,7 @@ from onnx_backend.profiling.kernels import Precision, Profile
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of
 from qsdk.core.report import Report
+from qsdk.core.run_options import ProgressOptions, run_of
 from qsdk.progress import bar
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.qdq_files import OnnxSource
@@ -32,7 +33,7 @@ def profile(
     repeats: int = 20,
     shapes: Mapping[str, Sequence[int]] | None = None,
     against: OnnxSource | None = None,
-    progress: bool = True,
+    **options: Unpack[ProgressOptions],
 ) -> Report:
     """Time a model in a runtime as an application runs it: by layer, after the runtime's own fusions.
 
@@ -49,7 +50,7 @@ def profile(
         shapes: input name -> all of its sizes, for open axes without data. Else an open batch is 1, and other axes are
             as in the example of `quantize`.
         against: a model to compare with, such as the float one; it gets the same inputs, in order.
-        progress: show a progress bar.
+        options: `progress`; see `qsdk.options`.
 
     Returns:
         Rows `layer`, `op_type` (as executed), `ms`, `share` (of all kernels), `precision` (`integer`, `float`,
@@ -72,10 +73,13 @@ def profile(
         >>> sorted({row["layer"] for row in report.rows})
         ['input', 'self']
     """
+    run = run_of(profile, options)
     file = model_to_run(model, runtime)
     feeds = _first_feeds(file, data) if data is not None else profiling.random_feeds_for(file, shapes or {})
     times = []
-    for timed in bar([file, *([] if against is None else [model_io.load(against)])], "profile", disable=not progress):
+    for timed in bar(
+        [file, *([] if against is None else [model_io.load(against)])], "profile", disable=not run.progress
+    ):
         fed = feeds if timed is file else _as_feeds(tuple(feeds.values()), timed, "the input of the profiled model")
         times.append(profiling.profile(timed, fed, runtime=runtime, threads=threads, repeats=repeats))
     rows = sorted(profiling.rows_of(file, times[0]), key=lambda row: -row["ms"])

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from onnx import ModelProto
@@ -22,6 +22,7 @@ from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
 from qsdk.core.precision.advice import decibels
 from qsdk.core.precision.sensitivity import layers_of
 from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.analysis.output_noise import OutputWeights
 from qsdk.verbs.analysis.page.facts import LayerFacts, Measured, ModelFacts, model_facts
@@ -50,9 +51,8 @@ def report(
     data: Iterable[Any] | None = None,
     float_model: OnnxSource | None = None,
     against: Sim | OnnxSource | None = None,
-    forward: Forward | None = None,
     profile: Report | bool = False,
-    progress: bool = True,
+    **options: Unpack[DataOptions],
 ) -> Report:
     """Write one HTML page about a quantized model, which needs no other file and no network.
 
@@ -65,9 +65,8 @@ def report(
         data: batches, as for `sensitivity` (`exact` where that takes seconds) and the values of activations.
         float_model: the float ONNX file behind one with Q/DQ, to compare its outputs and weights with.
         against: another sim or file to compare with, on the same data.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         profile: the result of `qsdk.analysis.profile`, for the milliseconds of each layer; True to measure it here.
-        progress: show progress bars.
+        options: `forward`, `progress`; see `qsdk.options`.
 
     Returns:
         Rows as the layers on the page: `layer`, `op_type`, `dtypes`, `share` of the noise and `sqnr_db` of the outputs
@@ -90,16 +89,17 @@ def report(
         >>> [row["layer"] for row in qsdk.report(sim, path, data=[x], progress=False).rows]
         ['input', '0', '1']
     """
+    run = run_of(report, options)
     drawing = _drawing()
     models = [sim_or_file, *([] if against is None else [against])]
     _require_file(models, float_model)
     batches = data if data is None or hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
     pages: list[ModelFacts] = []
     for given in models:
-        found = _measured(given, batches, float_model, forward, progress)
+        found = _measured(given, batches, float_model, run.forward, run.progress)
         if profile is True or given is sim_or_file:
-            found = replace(found, profile=_times(found, profile, batches, progress))
-        pages.append(model_facts(found, batches, forward, progress, pages[0] if pages else None))
+            found = replace(found, profile=_times(found, profile, batches, run.progress))
+        pages.append(model_facts(found, batches, run.forward, run.progress, pages[0] if pages else None))
     write_text(out, text := page(pages, drawing.Artist()))
     facts = {"path": os.fspath(out), "page_bytes": len(text.encode())}
     return Report("Report", [_row(layer) for layer in pages[0].layers], facts | _summary(*pages))

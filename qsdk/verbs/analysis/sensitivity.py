@@ -1,12 +1,13 @@
 """The verb `sensitivity`: which layer's quantization costs how much at the model's outputs."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from qsdk.core.errors import DataError
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
 from qsdk.core.report import Report
+from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.progress import bar
 from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
@@ -25,9 +26,7 @@ def sensitivity(
     metric: Callable[[Any], float] | None = None,
     exact: bool = False,
     runtime: ProfiledRuntime | None = None,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
+    **options: Unpack[SeededOptions],
 ) -> Report:
     """Return what quantizing each layer alone costs at the model's outputs, worst first.
 
@@ -42,9 +41,7 @@ def sensitivity(
         metric: of the sim that it is called with, once per row, with that row alone quantized; larger is better.
         exact: measure every layer, on all data, in two passes per row: it alone quantized, and all but it.
         runtime: also time the exported file there, as `profile` does on random values.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show progress bars.
-        seed: of the random combinations.
+        options: `forward`, `progress`, `seed`; see `qsdk.options`.
 
     Returns:
         Rows `layer`, `kind` (weights or activations), `dtype`, `sqnr_db` of the outputs when it alone is quantized,
@@ -70,12 +67,15 @@ def sensitivity(
         >>> report.rows[0]["kind"]
         'weights'
     """
+    run = run_of(sensitivity, options)
     _require_ready(sim, metric)
-    times = None if runtime is None else profile(sim, runtime=runtime, progress=progress)
+    times = None if runtime is None else profile(sim, runtime=runtime, progress=run.progress)
     layers = layers_of(sim.plan)
-    noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
+    noise, method = noise_of_layers(
+        sim, data, layers, exact=exact, forward=run.forward, progress=run.progress, seed=run.seed
+    )
     _require_signal(noise)
-    facts, drops = _drops(sim, metric, layers, progress) if metric is not None else ({}, {})
+    facts, drops = _drops(sim, metric, layers, run.progress) if metric is not None else ({}, {})
     report = sensitivity_report(layers, noise, drops, {"method": method, **facts, **rounded_facts(sim)})
     return report if times is None else _with_ms(report, times)
 

@@ -1,12 +1,12 @@
 """The verbs that improve a calibrated sim, by the names that the command line gives them."""
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
+from qsdk.core.run_options import keywords_of
 from qsdk.verbs.batch_norm import reestimate_batch_norm
 from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.blocks import tune_blocks
@@ -50,24 +50,11 @@ def apply_verbs(
     names: Sequence[str],
     *,
     run: Path | None = None,
-    max_memory: int | None = None,
-    progress: bool = True,
 ) -> list[Report]:
-    """Apply verbs to a calibrated sim in order, and return their reports.
-
-    Args:
-        sim: of either side.
-        data: batches.
-        names: of `VERBS`.
-        run: a folder for the checkpoints of verbs that have them; None for none.
-        max_memory: bytes that kept activations may take, for the verbs that keep them; None for no bound.
-        progress: show progress bars.
-    """
+    """Apply verbs to a calibrated sim in order, with checkpoints in the folder `run`, and return their reports."""
     result = []
     for number, name in enumerate(names):
-        taken = inspect.signature(VERBS[name]).parameters
-        options: dict[str, Any] = {"max_memory": max_memory} if "max_memory" in taken else {}
-        if run is not None and "checkpoint" in taken:
-            options["checkpoint"] = run / f"{number}-{name}"
-        result.append(VERBS[name](sim, data, progress=progress, **options))
+        checkpointed = run is not None and "checkpoint" in keywords_of(VERBS[name])
+        options = {"checkpoint": run / f"{number}-{name}"} if run is not None and checkpointed else {}
+        result.append(VERBS[name](sim, data, **options))
     return result

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import CalibrationMethod
 from qsdk.core.report import Report
+from qsdk.core.run_options import RunOptions, keywords_of
+from qsdk.core.run_options import options as run_options
 from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
 from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.quantize import calibrate, export
@@ -24,6 +26,7 @@ from torch_bridge.compressed.write import processing_files
 MODEL = "model.onnx"
 RUN = ".qsdk-run"
 _MEMORY = 1 << 30  # bytes that kept activations may take
+_SHARED = RunOptions.__optional_keys__
 _OWN = ("config.json", "generation_config.json")
 
 
@@ -36,9 +39,7 @@ def quantize_checkpoint(
     verbs: Sequence[str] = (),
     method: CalibrationMethod = "min_max",
     example: Any = None,
-    max_memory: int | None = _MEMORY,
-    progress: bool = True,
-    **export_options: Any,
+    **options: Any,
 ) -> Report:
     """Quantize the model in a Hugging Face checkpoint folder and export it, without ever holding all of its weights.
 
@@ -53,10 +54,9 @@ def quantize_checkpoint(
         verbs: what to do after calibration, in this order, by name: "awq", "gptq", ...
         method: range estimator of activations.
         example: inputs to trace the model with; None for tokens, in any number of rows of any length.
-        max_memory: bytes that kept activations may take; the rest goes to temporary files. None for no bound.
-        progress: show progress bars.
-        export_options: for `qsdk.export`, such as `opset=` and `dialect=`. With `format="compressed-tensors"`, `out` is
-            the folder for vLLM and transformers instead (`config.for_dialect("compressed-tensors")` before it).
+        options: `max_memory` (1 GiB here) and `progress`, see `qsdk.options`; the others are for `qsdk.export`, such as
+            `opset=` and `dialect=`. With `format="compressed-tensors"`, `out` is the folder for vLLM and transformers
+            instead (`config.for_dialect("compressed-tensors")` before it).
 
     Returns:
         What `qsdk.export` returns, with `verbs`, `resumed` (from an earlier run) and `seconds` in the summary.
@@ -76,21 +76,33 @@ def quantize_checkpoint(
         False
     """
     started = time.perf_counter()
+    shared: Any = {"max_memory": _MEMORY, **{name: options[name] for name in _SHARED & options.keys()}}
+    for_export = {name: value for name, value in options.items() if name not in _SHARED}
+    _require_options_of_export(for_export)
     names, chosen = require_verbs(verbs), config_or_preset(config) or w8a8()
     target, run = Path(out), Path(out, RUN)
     resumed = _begun(run, Path(folder))
     sim = quantize_folder(folder, example, chosen, scratch=run)
     batches = _required(data, sim.plan)
-    calibrate(sim, batches, method=method, progress=progress)
-    apply_verbs(sim, batches, names, run=run, max_memory=max_memory, progress=progress)
-    if export_options.get("format", "onnx") == "onnx":
-        report = export(sim, target / MODEL, **{"external_data": True, **export_options})
+    with run_options(**shared):
+        calibrate(sim, batches, method=method)
+        apply_verbs(sim, batches, names, run=run)
+    if for_export.get("format", "onnx") == "onnx":
+        report = export(sim, target / MODEL, **{"external_data": True, **for_export})
         _copy_beside(Path(folder), sim.model, target)
     else:  # a folder, with all that belongs to it
-        report = export(sim, target, **export_options)
+        report = export(sim, target, **for_export)
     shutil.rmtree(run, ignore_errors=True)
     facts = {"verbs": ", ".join(names) or "none", "resumed": resumed, "seconds": time.perf_counter() - started}
     return Report(report.title, report.rows, {**report.summary, **facts})
+
+
+def _require_options_of_export(given: Mapping[str, Any]) -> None:
+    known = keywords_of(export)[2:]
+    unknown = [name for name in given if name not in known]
+    if unknown:  # before hours of work, not after
+        takes = ", ".join([*sorted(_SHARED), *known])
+        raise TypeError(f"quantize_checkpoint() has no option {unknown[0]!r}; beside its own it takes {takes}")
 
 
 def _begun(run: Path, folder: Path) -> bool:

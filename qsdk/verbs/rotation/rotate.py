@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from qsdk.core.report import Report
 from qsdk.core.rotations.online import InputRotation, OnlineTurn, find_online
 from qsdk.core.rotations.streams import Stream, find_streams
 from qsdk.core.rotations.turned_values import fold_obstacle, gain_of, turned_values
+from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.core.scaling.plans import obstacle
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
@@ -42,9 +43,7 @@ def rotate(
     *,
     method: Method = "hadamard",
     online: bool = False,
-    seed: int = 0,
-    forward: Forward | None = None,
-    progress: bool = True,
+    **options: Unpack[SeededOptions],
 ) -> Report:
     """Rotate the residual streams of a transformer, so that no channel of them has outliers.
 
@@ -68,9 +67,7 @@ def rotate(
         online: also rotate, while the model runs, what no merged rotation reaches: the inputs of layers that write a
             residual stream from behind an activation function. The exported file has one or two small MatMuls in front
             of each. Where more than linear layers is quantized, these read 16 bits. A `state_dict` gets more keys.
-        seed: of the random signs of the Hadamard matrix, or of the random matrix.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
-        progress: show a progress bar.
+        options: `forward`, `progress`, `seed`; see `qsdk.options`.
 
     Returns:
         Rows `stream` (its first and last layer), `kind`, `size` (of the rotation), `writers`, `readers`, `norms` (whose
@@ -89,8 +86,11 @@ def rotate(
         >>> qsdk.rotate(sim, [x], progress=False).summary["rotated"]
         1
     """
+    run = run_of(rotate, options)
     _require_options(sim, data, method)
-    return _rotate(sim, [] if data is None else data, method, online, seed, forward=forward, progress=progress)
+    return _rotate(
+        sim, [] if data is None else data, method, online, run.seed, forward=run.forward, progress=run.progress
+    )
 
 
 def _rotate(
