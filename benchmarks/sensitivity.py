@@ -27,8 +27,8 @@ import pytest
 import torch
 
 import qsdk
-from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
-from qsdk.verbs.analysis.output_noise import measure_noise
+from qsdk.verbs.analysis.noise import layers_of, measure_noise
+from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import door_of
 
 sys.path.append(str(Path(__file__).parent))
@@ -53,7 +53,7 @@ def measured(sim: Any, data: Sequence[Any], units: Mapping[str, Callable[[], Any
     spent = seconds(lambda: qsdk.sensitivity(sim, data, progress=False))
     costs = {name: round(spent / seconds(in_float), 2) for name, in_float in units.items()}
     layers = layers_of(sim.plan)
-    noise = measure_noise(sim, data, layers, forward=None, progress=False, reverse=False)
+    noise = measure_noise(sim, data, layers, forward=None, progress=False)
     exact = sensitivity_report(layers, noise, {}, {})
     found = {(row["layer"], row["kind"]): row["sqnr_db"] for row in estimated.rows}
     rows = [(row["kind"], found[row["layer"], row["kind"]], row["sqnr_db"]) for row in exact.rows]

@@ -22,8 +22,8 @@ from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
-from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.parity.teacher import RunOn
+from onnx_backend.parity.written import ExpectedModel
 from onnx_backend.proto.external_data import FLOATS, files_read, float_array, is_reference, reference
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
@@ -434,20 +434,11 @@ class OnnxSim(StatefulSim):
             CalibrationError: sites have no encoding.
             DataError: no data, or data the model does not take.
         """
-        outputs: list[list[Array]] = []
-
-        def captures() -> Iterable[Mapping[str, Array]]:
-            for _, batch in batches_of(data, "parity", progress, skip_empty=False):
-                outputs.append(self.run(batch))
-                yield self.capture(batch)
-
-        def reference() -> Iterable[list[Array]]:
-            while outputs:
-                yield outputs.pop(0)
-
+        batches = batches_of(data, "parity", progress, skip_empty=False)
+        runs = ((self.capture(batch), self.run(batch)) for _, batch in batches)
+        expected = ExpectedModel(self.traced(), self.plan, self.encodings, self.opened)
         on = RunOn(self.providers, runtime)
-        expected = expected_model(self.traced(), self.plan, self.encodings, model, self.opened)
-        return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected, on)
+        return parity.check(model, runs, self.stored_values(), self.encodings, expected, on)
 
     def run_on(self, providers: Providers) -> None:
         """Run everything from now on (simulation, data passes, walks, parity) on these execution providers."""

@@ -16,7 +16,6 @@ from onnx_backend.data_passes.overflow import overflow_reason
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import right_behind
 from onnx_backend.parity.float_outputs import NoisyRuns, unexplained, verdict
-from onnx_backend.parity.tally import NOT_CAPTURED, OutputNoises
 from onnx_backend.profiling.speed import kernels_by_site, open_watched, slow_in
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, producers
@@ -33,6 +32,7 @@ from onnx_backend.runtime.compare_runs import RANDOM_OPS
 from onnx_backend.runtime.feeds import as_declared
 from onnx_backend.runtime.providers import CPU_ONLY
 from onnx_backend.runtime.user_session import EndedProcessError, Level, UserSession, user_session
+from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.numerics import affine
 from qsdk.core.report import Report

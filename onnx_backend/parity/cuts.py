@@ -1,11 +1,12 @@
 """Cut a Q/DQ model at its sites, so that the readers of each site read a new input."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Literal
 
 import onnxruntime as ort
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.model_io import load
@@ -17,12 +18,8 @@ from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, qdq_pairs, typ
 from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import simulation_session
 
-#: dtypes that the runtime returns as NumPy arrays
-_NUMPY_TYPES = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": TensorProto.FLOAT16} | {
-    "uint16": TensorProto.UINT16,
-    "int16": TensorProto.INT16,
-}
-_NUMPY_CODES = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime returns as NumPy arrays
+_NUMPY_TYPES = frozenset({"uint8", "int8", "uint16", "int16", "float16"})  # that the runtime returns as arrays
+Way = Literal["reads", "codes", "values"]
 _DYNAMIC_TYPES = (TensorProto.FLOAT, TensorProto.UINT8)  # of the scale and zero point of DynamicQuantizeLinear
 
 
@@ -84,155 +81,104 @@ def find_cuts(model: ModelProto) -> list[Cut]:
     cuts = []
     for place in qdq_pairs(model):
         if place.quantize is not None:
+            codes, dtype = place.quantize.output[0], place.encoding.dtype.container
             kind = place.kind or "activation"
-            container = place.encoding.dtype.container
-            cuts.append(
-                Cut(place.site, kind, place.quantize.output[0], place.output, container, tensor_type=place.tensor_type)
-            )
+            cuts.append(Cut(place.site, kind, codes, place.output, dtype, tensor_type=place.tensor_type))
     for dynamic in dynamic_pairs(model):
         codes, *computed = dynamic.quantize.output
-        cuts.append(
-            Cut(dynamic.site, dynamic.kind, codes, dynamic.output, "uint8", tuple(computed), dynamic.tensor_type)
-        )
+        read, tensor_type = dynamic.output, dynamic.tensor_type
+        cuts.append(Cut(dynamic.site, dynamic.kind, codes, read, "uint8", tuple(computed), tensor_type))
     first: dict[str, NodeProto] = {}
     for node in model.graph.node:
         facts = metadata(node)
         if node.op_type != "Cast" or "qsdk.site" not in facts:
             continue
         site = facts["qsdk.site"]
-        if site not in first:
-            first[site] = node
+        first.setdefault(site, node)
         if node.name.endswith("/cast_back") and first[site] is not node:
-            cuts.append(
-                Cut(
-                    site,
-                    facts["qsdk.kind"],
-                    first[site].output[0],
-                    node.output[0],
-                    facts["qsdk.dtype"],
-                    tensor_type=type_of_cast(node),
-                )
-            )
+            narrow, dtype = first[site].output[0], facts["qsdk.dtype"]
+            cuts.append(Cut(site, facts["qsdk.kind"], narrow, node.output[0], dtype, tensor_type=type_of_cast(node)))
     return cuts
 
 
-def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()) -> tuple[ModelProto, dict[str, str]]:
-    """Return the model in which every cut's tensor is an output, in order, and its readers read a new input.
-
-    Scales and zero points that cuts compute follow, in the same order, then the outputs that stay.
-
-    Args:
-        model: it is not changed.
-        cuts: the sites.
-        free: outputs of the model that stay, which are no cut's.
-
-    Returns:
-        The model, and site -> name of its new input, for every site that something reads.
-    """
-    cut = load(model)
-    feeds = {item.read: f"{item.site}/fed" for item in cuts}
-    replace_nodes(cut.graph, [node for node in cut.graph.node if node.output[0] not in feeds])
-    rename_inputs(cut.graph.node, feeds)
-    kept = {value.name: value for value in model.graph.output if value.name in free}
-    del cut.graph.output[:]
-    for item in cuts:
-        name, code = item.compared, _NUMPY_TYPES.get(item.dtype)
-        if code is None:
-            # the runtime's Python face knows no such arrays; both casts are exact
-            signed = item.dtype.startswith("int")
-            code = TensorProto.FLOAT if "float" in item.dtype else TensorProto.INT8 if signed else TensorProto.UINT8
-            name = f"{item.site}/compared"
-            cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
-        cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
-    for name, code in zip((name for item in cuts for name in item.computed), cycle(_DYNAMIC_TYPES), strict=False):
-        cut.graph.output.append(helper.make_tensor_value_info(name, code, []))
-    cut.graph.output.extend(kept[name] for name in free)
-    read = {name for node in cut.graph.node for name in reads(node)}
-    fed = {item.site: feeds[item.read] for item in cuts if feeds[item.read] in read}
-    types = {feeds[item.read]: FLOAT_CODES[item.tensor_type] for item in cuts}
-    cut.graph.input.extend(helper.make_tensor_value_info(name, types[name], None) for name in fed.values())
-    del cut.graph.value_info[:]
-    return cut, fed
-
-
-def cut_at_codes(model: ModelProto, cuts: Sequence[Cut], free: Sequence[str] = ()) -> tuple[ModelProto, dict[str, str]]:
-    """Return the model in which every site's codes are an output, and its readers read a new input, quantized alike.
-
-    Args:
-        model: it is not changed.
-        cuts: the sites, each of which has a QuantizeLinear.
-        free: outputs of the model that stay, which are no cut's; they follow the codes.
-
-    Returns:
-        The model, and site -> name of its new float input, for every site that something reads.
-    """
-    cut = load(model)
-    taken, makers = names_in(cut.graph), producers(cut.graph.node)
-    renamed, fed, types, added = {}, {}, {}, []
-    for item in cuts:
-        fed[item.site] = unique(f"{item.site}/fed", taken)
-        in_float32 = CAST_KEY in metadata(makers[item.read])  # the pair is, and its tensor is cast behind it
-        types[fed[item.site]] = FLOAT_CODES[FLOAT32 if in_float32 else item.tensor_type]
-        again = type(makers[item.compared])()
-        again.CopyFrom(makers[item.compared])
-        renamed[item.compared] = again.output[0] = unique(f"{item.site}/fed_codes", taken)
-        again.input[0], again.name = fed[item.site], unique(f"{item.site}/fed_quantize", taken)
-        added.append(again)
-    rename_inputs(cut.graph.node, renamed)
-    read = {name for node in cut.graph.node for name in reads(node)}
-    kept = [node for node in added if node.output[0] in read]
-    fed = {site: name for site, name in fed.items() if any(node.input[0] == name for node in kept)}
-    for node in reversed(kept):
-        cut.graph.node.insert(0, node)
-    kept_outputs = {value.name: value for value in model.graph.output if value.name in free}
-    del cut.graph.output[:]
-    for item in cuts:
-        name, code = item.compared, TensorProto.DataType.Value(item.dtype.upper())
-        if item.dtype not in _NUMPY_CODES:
-            # the runtime's Python face knows no such arrays; the cast is exact
-            name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
-            cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
-        cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
-    cut.graph.output.extend(kept_outputs[name] for name in free)
-    cut.graph.input.extend(helper.make_tensor_value_info(name, types[name], None) for name in fed.values())
-    del cut.graph.value_info[:]
-    return cut, fed
-
-
-def cut_at_values(
-    model: ModelProto, cuts: Sequence[Cut], free: Sequence[str] = ()
+def cut_model(
+    model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = (), way: Way = "reads"
 ) -> tuple[ModelProto, dict[str, str]]:
-    """Return the model of `cut_at_codes` with what each site's readers read as its outputs, in place of the codes.
+    """Return a copy whose outputs are the sites' codes, in order; and site -> the new input that its readers read.
 
-    A runtime that removes a pair of nodes, with its rounding and its bounds, does so behind these outputs too, while
-    codes that leave the model would keep it from that.
+    With `reads` the readers of a site read what is given as it is. With `codes` they read it behind a copy of the
+    site's own pair, so that a runtime fuses what it fuses in the whole model. With `values` what is dequantized leaves
+    in place of the codes besides: codes that leave the model would keep a runtime from removing a pair, with its
+    rounding and its bounds. Scales and zero points that the model computes follow, then the outputs in `free`.
     """
-    cut, fed = cut_at_codes(model, cuts, free)
-    makers, taken = producers(model.graph.node), names_in(cut.graph)
-    left = list(cut.graph.output)[len(cuts) :]
-    del cut.graph.output[:]
+    cut = load(model)
+    graph, taken, makers = cut.graph, names_in(cut.graph), producers(model.graph.node)
+    fed = {item.site: unique(f"{item.site}/fed", taken) for item in cuts}
+    if way == "reads":
+        renamed = {item.read: fed[item.site] for item in cuts}
+        replace_nodes(graph, [node for node in graph.node if node.output[0] not in renamed])
+        rename_inputs(graph.node, renamed)
+    else:
+        pairs = [_copied(makers[item.compared], fed[item.site], f"{item.site}/fed_codes", taken) for item in cuts]
+        rename_inputs(graph.node, {item.compared: pair.output[0] for item, pair in zip(cuts, pairs, strict=True)})
+        read = _tensors_read(graph)
+        replace_nodes(graph, [*(pair for pair in pairs if pair.output[0] in read), *graph.node])
+    read = _tensors_read(graph)
+    fed = {site: name for site, name in fed.items() if name in read}
+    outputs = [_compared(graph, item, makers, taken, way) for item in cuts]
+    computed = (name for item in cuts for name in item.computed)
+    outputs += [_value(name, code) for name, code in zip(computed, cycle(_DYNAMIC_TYPES), strict=False)]
+    kept = {value.name: value for value in model.graph.output}
+    outputs += [kept[name] for name in free]
+    del graph.output[:], graph.value_info[:]
+    graph.output.extend(outputs)
     for item in cuts:
-        maker = makers[item.read]
-        found = maker if maker.op_type == "DequantizeLinear" else makers[maker.input[0]]
-        again = NodeProto()
-        again.CopyFrom(found)
-        again.input[0], again.output[0] = item.compared, unique(f"{item.site}/value", taken)
-        again.name = unique(f"{item.site}/dequantize_again", taken)
-        cut.graph.node.append(again)
-        type_code = FLOAT_CODES[item.tensor_type if found is maker else FLOAT32]
-        cut.graph.output.append(helper.make_tensor_value_info(again.output[0], type_code, None))
-    cut.graph.output.extend(left)
+        if item.site in fed:
+            # a pair in float32 may stand in front of a cast to the type of the tensor
+            in_float32 = way != "reads" and CAST_KEY in metadata(makers[item.read])
+            graph.input.append(_value(fed[item.site], FLOAT_CODES[FLOAT32 if in_float32 else item.tensor_type]))
     return cut, fed
+
+
+def _compared(
+    graph: GraphProto, item: Cut, makers: Mapping[str, NodeProto], taken: set[str], way: Way
+) -> ValueInfoProto:
+    """Return the output in which a site is compared, with the node that makes it where that is no tensor yet."""
+    if way == "values":
+        maker = makers[item.read]
+        dequantize = maker if maker.op_type == "DequantizeLinear" else makers[maker.input[0]]
+        graph.node.append(_copied(dequantize, item.compared, f"{item.site}/value", taken))
+        return _value(graph.node[-1].output[0], FLOAT_CODES[item.tensor_type if dequantize is maker else FLOAT32])
+    if item.dtype in _NUMPY_TYPES:
+        return _value(item.compared, TensorProto.DataType.Value(item.dtype.upper()))
+    # the runtime's Python face knows no such arrays; the cast is exact
+    name = unique(f"{item.site}/compared", taken)
+    graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=TensorProto.FLOAT))
+    return _value(name, TensorProto.FLOAT)
+
+
+def _copied(node: NodeProto, source: str, name: str, taken: set[str]) -> NodeProto:
+    again = NodeProto()
+    again.CopyFrom(node)
+    again.input[0] = source
+    again.name = again.output[0] = unique(name, taken)
+    return again
+
+
+def _tensors_read(graph: GraphProto) -> set[str]:
+    return {name for node in graph.node for name in reads(node)}
+
+
+def _value(name: str, code: int) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, code, None)
 
 
 def session_with_reads(model: ModelProto, providers: Providers) -> tuple[ort.InferenceSession, dict[str, str]]:
     """Return a session that also outputs what each site's readers read; and site -> name of that tensor."""
     exposed = load(model)
     cuts = find_cuts(exposed)
-    reads = {cut.site: cut.read for cut in cuts}
     known = {value.name for value in exposed.graph.output}
-    types = {cut.read: FLOAT_CODES[cut.tensor_type] for cut in cuts}
-    wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
-    exposed.graph.output.extend(helper.make_tensor_value_info(name, types[name], None) for name in wanted)
+    types = {cut.read: FLOAT_CODES[cut.tensor_type] for cut in cuts if cut.read not in known}
+    exposed.graph.output.extend(_value(name, code) for name, code in types.items())
     insert_barriers(exposed)
-    return simulation_session(exposed, providers=providers), reads
+    return simulation_session(exposed, providers=providers), {cut.site: cut.read for cut in cuts}

@@ -7,7 +7,7 @@ from torch import nn
 
 import qsdk
 from qsdk.algorithms.noise_probe import NoiseProbe, UnclearError
-from qsdk.verbs.analysis import sampled_rows
+from qsdk.verbs.analysis import noise
 from qsdk.verbs.doors.choose import door_of
 
 
@@ -108,7 +108,7 @@ class Rounds(nn.Module):
 @pytest.mark.parametrize("little", [True, False])
 def test_a_layer_that_no_gradient_tells_of_is_measured_on_the_rows_of_the_estimate(monkeypatch, little):
     if not little:
-        monkeypatch.setattr(sampled_rows, "_LITTLE", 0)
+        monkeypatch.setattr(noise, "_LITTLE", 0)
     torch.manual_seed(0)
     batches = [torch.randn(40, 12) for _ in range(5)]
     sim = calibrated(Rounds().eval(), batches, qsdk.w4a8())

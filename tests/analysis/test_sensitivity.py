@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import qsdk
-from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, sensitivity_report
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
-from qsdk.verbs.analysis import sampled_rows
+from qsdk.verbs.analysis import noise
+from qsdk.verbs.analysis.noise import LayerSites, OutputNoise
+from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import door_of
 
 
@@ -156,7 +157,7 @@ def test_a_row_that_costs_nothing_says_so_in_a_word():
 
 @pytest.mark.slow
 def test_a_model_of_a_fixed_number_of_rows_gets_them_all(branches, monkeypatch):
-    monkeypatch.setattr(sampled_rows, "_LITTLE", 0)
+    monkeypatch.setattr(noise, "_LITTLE", 0)
 
     class Fixed(nn.Module):
         def __init__(self):

@@ -21,15 +21,15 @@ from qsdk.core.precision.lowering import LowerableWeight, choose_lowered
 from qsdk.core.precision.metrics import metric_value
 from qsdk.core.precision.mixed import budget_remark, require_budget
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
-from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import no_time_gained
 from qsdk.core.report import Report
 from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
+from qsdk.verbs.analysis.noise import layers_of, noise_of_layers
 from qsdk.verbs.analysis.precision import float_ms, mixed_precision
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
-from qsdk.verbs.analysis.sensitivity import noise_of_layers
+from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.layers import adaround, gptq, seq_mse

@@ -10,15 +10,14 @@ from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
 from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
-from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.progress import progress_of
+from qsdk.verbs.analysis.noise import layers_of, noise_of_layers, rounded_facts
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
-from qsdk.verbs.analysis.rounded_weights import rounded_facts
-from qsdk.verbs.analysis.sensitivity import noise_of_layers
+from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 

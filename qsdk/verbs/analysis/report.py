@@ -20,17 +20,14 @@ from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
 from qsdk.core.precision.advice import decibels
-from qsdk.core.precision.sensitivity import layers_of
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.analysis.output_noise import OutputWeights
+from qsdk.verbs.analysis.noise import OutputWeights, can_afford_each, layers_of, rounded_weights
 from qsdk.verbs.analysis.page.facts import LayerFacts, Measured, ModelFacts, model_facts
 from qsdk.verbs.analysis.page.page import page
 from qsdk.verbs.analysis.profile import exported
 from qsdk.verbs.analysis.profile import profile as profiled
-from qsdk.verbs.analysis.rounded_weights import rounded_weights
-from qsdk.verbs.analysis.sampled_rows import can_afford_each
 from qsdk.verbs.analysis.sensitivity import sensitivity
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward

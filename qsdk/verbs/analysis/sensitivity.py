@@ -1,22 +1,25 @@
 """The verb `sensitivity`: which layer's quantization costs how much at the model's outputs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Unpack
 
 from qsdk.core.errors import DataError
+from qsdk.core.precision.advice import decibels
 from qsdk.core.precision.metrics import metric_value, require_metric
-from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
 from qsdk.core.report import Report
 from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.progress import bar
-from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
+from qsdk.verbs.analysis.noise import LayerSites, OutputNoise, layers_of, noise_of_layers, rounded_facts
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
-from qsdk.verbs.analysis.rounded_weights import rounded_facts
-from qsdk.verbs.analysis.sampled_rows import row_count
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
-_SAMPLED_BATCHES = 2  # where layers are measured one at a time in place of an estimate
+#: of the noise of a row, where few random signs make up most of it: it may be more than 3 dB off
+_UNCERTAIN = 0.3
+#: dB; noise as strong as the signal saturates what gradients add up linearly
+_BEYOND_FIRST_ORDER = 6.0
+_MOST_NOISE = 0.8
 
 
 def sensitivity(
@@ -68,37 +71,22 @@ def sensitivity(
         'weights'
     """
     run = run_of(sensitivity, options)
-    _require_ready(sim, metric)
-    times = None if runtime is None else profile(sim, runtime=runtime, progress=run.progress)
-    layers = layers_of(sim.plan)
-    noise, method = noise_of_layers(
-        sim, data, layers, exact=exact, forward=run.forward, progress=run.progress, seed=run.seed
-    )
-    _require_signal(noise)
-    facts, drops = _drops(sim, metric, layers, run.progress) if metric is not None else ({}, {})
-    report = sensitivity_report(layers, noise, drops, {"method": method, **facts, **rounded_facts(sim)})
-    return report if times is None else _with_ms(report, times)
-
-
-def _require_ready(sim: Sim, metric: Callable[[Any], float] | None) -> None:
-    """Raise an error for a wrong metric or sim, or a missing calibration, before the data is used up."""
-    if metric is not None:
+    if metric is not None:  # what is wrong with the arguments is said before the data is used up
         require_metric(metric)
     door_of(sim)
     _ = sim.encodings
-
-
-def _require_signal(noise: OutputNoise) -> None:
-    """Raise an error where noise at the outputs has nothing to be compared with.
-
-    Raises:
-        DataError: names the remedy.
-    """
+    times = None if runtime is None else profile(sim, runtime=runtime, progress=run.progress)
+    layers = layers_of(sim.plan)
+    kept: dict[str, Any] = {"forward": run.forward, "progress": run.progress, "seed": run.seed}
+    noise, method = noise_of_layers(sim, data, layers, exact=exact, **kept)
     if not noise.signal > 0.0:
         raise DataError(
             "the model's outputs have no floating-point values other than 0, so no noise can be seen there; give "
             "forward= that returns the logits, or other data"
         )
+    facts, drops = _drops(sim, metric, layers, run.progress) if metric is not None else ({}, {})
+    report = sensitivity_report(layers, noise, drops, {"method": method, **facts, **rounded_facts(sim)})
+    return report if times is None else _with_ms(report, times)
 
 
 def _with_ms(report: Report, times: Report) -> Report:
@@ -126,33 +114,36 @@ def _drops(
     return {"reference": reference, **float_now, "metric": now, "drop": reference - now}, drops
 
 
-def noise_of_layers(
-    sim: Sim,
-    data: Iterable[Any],
-    layers: Sequence[LayerSites],
-    *,
-    exact: bool,
-    forward: Forward | None,
-    progress: bool,
-    seed: int = 0,
-) -> tuple[OutputNoise, str]:
-    """Return the noise of layers at the outputs, and how it was found: `estimated` or `measured` and on what."""
-    if exact:
-        return measure_noise(sim, data, layers, forward=forward, progress=progress, reverse=True), "measured"
-    batches = data if hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
-    found = estimate_noise(sim, batches, forward=forward, progress=progress, seed=seed)
-    options: dict[str, Any] = {"forward": forward, "progress": progress, "reverse": False}
-    if found is None:
-        few = _first(batches, _SAMPLED_BATCHES)
-        measured = measure_noise(sim, few, layers, **options)
-        return measured, f"measured on {len(few)} batches: the model has no gradients"
-    missed = [layer for layer in layers if found.unreached.intersection(layer.sites)]
-    if not missed:
-        return found.noise, "estimated"
-    few = found.used[:_SAMPLED_BATCHES]
-    measure_noise(sim, few, missed, known=found.noise, **options)
-    return found.noise, f"estimated; {len(missed)} rows measured on {sum(map(row_count, few))} samples"
+def sensitivity_report(
+    layers: Sequence[LayerSites], noise: OutputNoise, drops: Mapping[LayerSites, float], facts: Mapping[str, Any]
+) -> Report:
+    """Return the rows of all layers, worst first, and the summary; `drops` is what a metric loses with each alone."""
+    total = sum(noise.of(layer) for layer in layers) or 1.0
+    rows: list[dict[str, Any]] = []
+    notes = [_note(layer, noise) for layer in layers]
+    for layer, note in zip(layers, notes, strict=True):
+        share = noise.of(layer) / total
+        rest = noise.without.get(layer, noise.stored + (noise.all_quantized - noise.stored) * (1.0 - share))
+        row: dict[str, Any] = {"layer": layer.layer, "kind": layer.kind, "dtype": layer.dtype}
+        row |= {"sqnr_db": _sqnr(noise.of(layer), noise), "sqnr_db_without": _sqnr(rest, noise), "share": share}
+        row |= ({"drop": drops[layer]} if layer in drops else {}) | {"sites": len(layer.sites)}
+        rows.append(row | ({"note": note} if any(notes) else {}))
+    rows.sort(key=lambda row: (-row.get("drop", 0.0), row["sqnr_db"]))
+    shares = list(accumulate(sorted((row["share"] for row in rows), reverse=True)))
+    worst = next((count for count, reached in enumerate(shares, start=1) if reached >= _MOST_NOISE), len(rows))
+    summary = {"sqnr_db": _sqnr(noise.all_quantized, noise), "layers": len({row["layer"] for row in rows})}
+    summary |= {"samples": noise.samples, "samples_given": noise.samples_given}
+    if noise.silent:
+        facts = {**facts, "not_counted": [f"output {index}: it is 0 in all batches used" for index in noise.silent]}
+    return Report("Sensitivity", rows, {**summary, "rows_with_80_percent": worst, **facts})
 
 
-def _first(data: Iterable[Any], count: int) -> list[Any]:
-    return [batch for _, batch in zip(range(count), data, strict=False)]
+def _note(layer: LayerSites, noise: OutputNoise) -> str:
+    """Return what a reader must know of the estimate of a layer; nothing of one that is sure, or was measured."""
+    error = noise.relative_error(layer)
+    beyond = error > 0.0 and _sqnr(noise.of(layer), noise) < _BEYOND_FIRST_ORDER
+    return "estimate is uncertain" if beyond or error > _UNCERTAIN else ""
+
+
+def _sqnr(power: float, noise: OutputNoise) -> float:
+    return decibels(max(power, 0.0) / noise.signal) if noise.signal > 0.0 else 0.0

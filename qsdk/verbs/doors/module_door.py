@@ -15,8 +15,8 @@ from torch import Tensor
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel, open_traced
 from onnx_backend.parity import parity
-from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.parity.teacher import RunOn
+from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
@@ -191,23 +191,13 @@ class ModuleDoor:
         self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
     ) -> Report:
         """Compare in one forward pass per batch, whose outputs wait until the sites are compared."""
-        results: list[list[Any]] = []
-
-        def values() -> Iterator[dict[str, Any]]:
-            for site_values, result in data_passes.captures(self.sim, data, forward=forward, progress=progress):
-                results.append(result)
-                yield site_values
-
-        def reference() -> Iterator[list[Any]]:
-            while results:
-                yield results.pop(0)
-
+        runs = data_passes.captures(self.sim, data, forward=forward, progress=progress)
         encodings = self.sim.encodings
-        expected = expected_model(self.traced(), self.sim.plan, encodings, model)
+        expected = ExpectedModel(self.traced(), self.sim.plan, encodings)
         stored = calibrate.stored_values(self.sim)
         moves = (d.site for d in self.sim.plan.decisions.values() if d.passes_through or d.tied_dynamically)
         moving = frozenset(moves if self.sim.example.has_cache else ())
-        return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime), moving)
+        return parity.check(model, runs, stored, encodings, expected, RunOn(runtime=runtime), moving)
 
     def run_example(self, model: ModelProto) -> ExampleRun | str:
         """Run the module once; what the run changes in it, counters or random numbers, is put back."""

@@ -4,10 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnx_backend.parity.cuts import Cut
 from onnx_backend.parity.float_outputs import verdict
-from onnx_backend.parity.parity import compare_values
-from onnx_backend.parity.tally import Tally, in_units, lsb
+from qsdk.core.comparing.tally import Tally, in_units, lsb
 from qsdk.core.numerics.dtypes import int16, uint8, uint16
 from qsdk.core.numerics.encoding import Encoding
 
@@ -42,18 +40,18 @@ def test_values_of_neighbouring_codes_on_both_sides_of_a_power_of_two_are_one_st
     apart = (float(above) - float(below)) / encoding.scale  # in steps
     assert below < 1 < above
     assert abs(apart - 1) * encoding.scale > 2**-11  # a unit of the smaller one
-    tally, cut = Tally("activation"), Cut("s", "activation", "q", "y", "uint8", tensor_type="float16")
-    compare_values(cut, np.array([above]), np.array([below]), {"s": encoding}, tally)
+    tally = Tally("activation")
+    tally.add_values(np.array([above]), np.array([below]), encoding, "float16")
     assert tally.largest == 1
 
 
 def test_neighbouring_codes_of_16_bits_are_one_step_apart_although_float32_rounds_their_values():
     encoding, codes = Encoding(uint16, np.float32(1.7e-5), 0), np.arange(65000, 65536, dtype=np.uint16)
     values = encoding.dequantize(codes)
-    tally, cut = Tally("activation"), Cut("s", "activation", "q", "y", "uint16")
-    compare_values(cut, values[1:], values[:-1], {"s": encoding}, tally)
+    tally, other = Tally("activation"), Tally("activation")
+    tally.add_values(values[1:], values[:-1], encoding, "float32")
     assert tally.largest == 1
-    compare_values(cut, values + np.float32(0.3 * 1.7e-5), values, {"s": encoding}, other := Tally("activation"))
+    other.add_values(values + np.float32(0.3 * 1.7e-5), values, encoding, "float32")
     assert 0.25 < other.largest < 0.35  # a rounding that the runtime has removed
 
 

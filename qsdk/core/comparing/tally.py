@@ -1,4 +1,4 @@
-"""Count differences at a site, in steps of a grid or units in the last place of floats; and the noise of outputs."""
+"""Tallies: differences in steps of a grid or units in the last place of floats, and the noise of outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,9 @@ Array = npt.NDArray[Any]
 _MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 #: the float dtypes of sites that are casts
 FLOATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
 #: the note of a site that a run of the simulation does not reach, as where a branch depends on values
 NOT_CAPTURED = "the simulation captured nothing here"
+_DIGITS = 3  # of a difference in steps; less is float rounding of the values
 
 
 @dataclass
@@ -28,6 +27,7 @@ class Tally:
     kind: str
     largest: float = 0.0
     total: float = 0.0
+    differing: int = 0
     elements: int = 0
     note: str = ""
     sqnr_db: float | None = None  # of an output, from end to end
@@ -37,7 +37,25 @@ class Tally:
         """Add the distances of some elements."""
         self.largest = max(self.largest, float(difference.max(initial=0)))
         self.total += float(difference.sum())
+        self.differing += int(np.count_nonzero(difference))
         self.elements += difference.size
+
+    def add_codes(self, got: Array, simulated: Array, encoding: Encoding, tensor_type: str) -> None:
+        """Add the distances between codes and those of simulated values, in steps of the grid."""
+        wanted = encoding.quantize(simulated)
+        self.add(in_units(lsb(got.astype(wanted.dtype), wanted), simulated, encoding, tensor_type))
+
+    def add_values(self, got: Array, simulated: Array, encoding: Encoding, tensor_type: str) -> None:
+        """Add the distances between dequantized values in steps; a rounding that a runtime left out is part of one."""
+        step = affine.align(encoding.scale, simulated.shape, encoding.axis, encoding.block_size)
+        steps = np.abs(got.astype(np.float64) - simulated.astype(np.float64)) / step
+        # either side rounds what it dequantizes to its float type
+        whole, larger = np.rint(steps), np.fmax(np.abs(got), np.abs(simulated))
+        rounded_in = tensor_type if tensor_type in FLOATS else "float32"
+        with np.errstate(invalid="ignore"):
+            steps = np.where(np.abs(steps - whole) * step <= last_place(larger, rounded_in), whole, steps)
+        exact = np.round(np.where(np.isnan(steps), np.inf, steps), _DIGITS)
+        self.add(in_units(exact, simulated, encoding, tensor_type))
 
     def fail(self, note: str) -> None:
         """Count the site as wrong whatever its numbers are; the first reason stays."""
@@ -46,10 +64,10 @@ class Tally:
     def row(self, site: str) -> dict[str, Any]:
         """Return the site's row of the report."""
         mean = self.total / self.elements if self.elements else float("inf" if self.note else 0)
-        found = {"site": site, "kind": self.kind, "max_lsb": self.largest, "mean_lsb": mean, "elements": self.elements}
-        found |= {} if self.sqnr_db is None else {"sqnr_db": self.sqnr_db}
-        found |= {"remark": self.remark} if self.remark else {}
-        return {**found, "note": self.note} if self.note else found
+        row = {"site": site, "kind": self.kind, "max_lsb": self.largest, "mean_lsb": mean, "elements": self.elements}
+        row |= {} if self.sqnr_db is None else {"sqnr_db": self.sqnr_db}
+        row |= {"remark": self.remark} if self.remark else {}
+        return {**row, "note": self.note} if self.note else row
 
 
 def lsb(left: Array, right: Array) -> Array:
@@ -89,15 +107,9 @@ def _ordered(codes: Array) -> npt.NDArray[np.int64]:
 
 
 def in_units(steps: Array, values: Array, encoding: Encoding, tensor_type: str) -> Array:
-    """Return distances in steps of a grid, or in units in the last place of a narrow float where those are wider.
+    """Return distances of codes in steps, or in units in the last place of a narrow float type where those are wider.
 
     One rounding to bfloat16 that falls to the other side moves a value by a unit, which may be several steps.
-
-    Args:
-        steps: distances of codes.
-        values: of one of both sides, on the grid.
-        encoding: of the site.
-        tensor_type: float type of the tensor that is quantized.
     """
     if tensor_type not in FLOATS or not steps.any():
         return steps
@@ -113,16 +125,23 @@ def last_place(values: Array, float_type: str) -> Array:
 
 
 class Noise:
-    """The power of a signal, and of the difference from it."""
+    """The power of a signal and of the difference from it, and the largest single difference."""
 
     def __init__(self) -> None:
-        self.signal = self.difference = 0.0
+        self.signal = self.difference = self.largest = 0.0
+        self.elements = 0
+        self.invented = 0  # values that are not finite where the wanted ones are
 
     def add(self, got: Array, wanted: Array) -> None:
         """Add the values of a batch, of the model and of the simulation."""
-        exact = np.asarray(wanted, np.float64)
+        values, exact = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+        with np.errstate(invalid="ignore"):  # infinite in both
+            off = np.abs(values - exact)
         self.signal += float((exact**2).sum())
-        self.difference += float(((np.asarray(got, np.float64) - exact) ** 2).sum())
+        self.difference += float((off**2).sum())
+        self.largest = max(self.largest, float(np.nan_to_num(off, nan=np.inf).max(initial=0)))
+        self.elements += exact.size
+        self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(values)))
 
     def decibels(self) -> float:
         """Return the ratio of both powers in dB; infinite where nothing differs."""
@@ -132,27 +151,29 @@ class Noise:
 
 
 class OutputNoises:
-    """The noise of each float output of a model by itself: none hides behind a larger one, or behind integers.
-
-    Attributes:
-        by_name: name of a float output -> its noise.
-    """
+    """The noise of each output of a model by itself: none hides behind a larger one, or behind integers."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Noise] = {}
+        self._floats: set[str] = set()
 
     def add(self, got: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
         """Add the outputs of a batch, of the model and of the simulation."""
         for name, right in wanted.items():
-            if np.asarray(right).dtype.kind in "fV":
+            kind = np.asarray(right).dtype.kind
+            self._floats.update({name} if kind in "fV" else ())
+            if kind in "fViub":
                 self.by_name.setdefault(name, Noise()).add(got[name], right)
+
+    def ratios(self) -> dict[str, float]:
+        """Return float output -> its ratio in dB; integers have no power."""
+        return {name: noise.decibels() for name, noise in self.by_name.items() if name in self._floats}
 
     def worst(self) -> tuple[str, float] | None:
         """Return the output with the lowest ratio in dB, and that; None where no output is float."""
-        found = {name: noise.decibels() for name, noise in self.by_name.items()}
-        return min(found.items(), key=lambda item: -np.inf if np.isnan(item[1]) else item[1], default=None)
+        return min(self.ratios().items(), key=lambda item: -np.inf if np.isnan(item[1]) else item[1], default=None)
 
     def decibels(self) -> float | None:
         """Return the ratio of the worst output in dB; None where no output is float."""
-        found = self.worst()
-        return None if found is None else found[1]
+        worst = self.worst()
+        return None if worst is None else worst[1]
