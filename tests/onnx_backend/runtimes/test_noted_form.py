@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import qsdk
-from onnx_backend.parity import expected_model
+from onnx_backend.parity import written
 from onnx_backend.proto.model_io import drop_properties, set_properties
 
 KEY = "qsdk.written_for"
@@ -32,9 +32,9 @@ def test_parity_lowers_a_sim_once_in_the_form_that_the_file_notes(dialect, tmp_p
     assert json.loads(noted) == {name: fact for name, fact in facts.items() if fact}
 
     lowered = []
-    lower = expected_model.lower
+    lower = written.lower
     monkeypatch.setattr(
-        expected_model, "lower", lambda *args, **options: lowered.append(options["dialect"]) or lower(*args, **options)
+        written, "lower", lambda *args, **options: lowered.append(options["dialect"]) or lower(*args, **options)
     )
     report = qsdk.check_parity(sim, tmp_path / "model.onnx", data)
     assert lowered == [dialect]
