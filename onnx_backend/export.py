@@ -38,7 +38,7 @@ from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFor
 from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan, by_type, casts_of
-from qsdk.core.precision.no_gain import wide_containers
+from qsdk.core.precision.advice import wide_containers
 from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY, FILE_KEY = "qsdk.encodings", "qsdk.encodings.sha256", "qsdk.encodings.file"

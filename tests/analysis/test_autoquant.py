@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.core.precision.lowering import LowerableWeight, choose_lowered
+from qsdk.core.precision.search import LowerableWeight, choose_lowered
 
 IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 BATCHES = list(IMAGES[:32].split(8))

@@ -3,55 +3,29 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from qsdk.core.callbacks import log
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import with_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, dtype_named, float32
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
-from qsdk.core.precision.advice import advise, decibels
-from qsdk.core.precision.metrics import metric_value, require_metric
-from qsdk.core.precision.no_gain import where_bits_buy_nothing
-from qsdk.core.precision.samples import FloatArray, SiteSample
-from qsdk.core.precision.search import Assignment, Search
-from qsdk.core.precision.time_budget import TimeBudget
+from qsdk.core.precision.advice import FloatArray, SiteSample, advise, decibels, where_bits_buy_nothing
+from qsdk.core.precision.search import Assignment, Search, TimeBudget
 from qsdk.core.report import Report
-from qsdk.core.sims.biases import HasBiases, shifts_put_back_on_error
+from qsdk.core.sims.biases import shifts_put_back_on_error
 from qsdk.core.sims.replan import require_config
-from qsdk.core.sims.state import HasState, SimState, put_back_on_error
+from qsdk.core.sims.state import SimState, put_back_on_error
+from qsdk.core.sims.stateful import StatefulSim
 
+Level = Mapping[str, DType]
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
-
 EVALUATIONS = 12  # of the metric, which may be an hour's work
 _WORTHWHILE = 0.1  # of the metric that is missing
-
-
-class PlannedSim(HasBiases, HasState, Protocol):
-    """The part of a sim, of either side, that the search needs."""
-
-    frozen_values: frozenset[str]
-
-    @property
-    def config(self) -> QuantConfig | None:
-        """Return the config; None for a sim opened from a Q/DQ file."""
-        ...
-
-    @property
-    def encodings(self) -> Mapping[str, Encoding]:
-        """Return the encoding of each site."""
-        ...
-
-    def replan(self, config: QuantConfig) -> None:
-        """Plan again.
-
-        Sites with an unchanged spec keep their encodings, the others derive theirs from the old ranges.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,20 +46,20 @@ class Candidate:
     dtype: DType
     elements: int
     noise: float
-    frozen: bool = False
+    frozen: bool
 
 
 def search_precision(
-    sim: PlannedSim,
+    sim: StatefulSim,
     samples: Mapping[str, SiteSample],
     noise: Mapping[str, float],
     metric: Callable[[Any], float],
     *,
     as_given: Callable[[], AbstractContextManager[bool]],
     max_drop: float,
-    levels: Sequence[Mapping[str, str]] = LEVELS,
-    max_evaluations: int = EVALUATIONS,
-    time: TimeBudget | None = None,
+    levels: Sequence[Mapping[str, str]],
+    max_evaluations: int,
+    time: TimeBudget | None,
 ) -> Report:
     """Raise as few sites as possible to keep `metric(sim)` within `max_drop` of the float model's.
 
@@ -104,10 +78,9 @@ def search_precision(
         One row per assignment tried, and a summary: see `qsdk.mixed_precision`.
 
     Raises:
-        ConfigError: a wrong budget, an unknown dtype, or a sim without config. The sim is unchanged by any error.
+        ConfigError: an unknown dtype, or a sim without config. The sim is unchanged by any error.
     """
     config = require_config(sim.config)
-    require_budget(metric, max_drop)
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
         candidates = _candidates(sim, samples, noise)
@@ -125,35 +98,49 @@ def search_precision(
             return metric_value(metric(sim))
 
         references, evaluations = _references(sim, config, metric, as_given, shifted)
-        wanted, most = references["reference"] - max_drop, max_evaluations - evaluations
-        search = _search(candidates, dtypes, evaluate, wanted, most)
+        options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
+        at_outputs, most = [candidate.noise for candidate in candidates], max_evaluations - evaluations
+        search = Search(at_outputs, options, len(dtypes), evaluate, references["reference"] - max_drop, most)
         chosen, met = search.run() if time is None else _in_time(search, time, take)
         take(chosen)
+    raised = [(c, dtypes[level - 1][c.choice]) for c, level in zip(candidates, chosen, strict=True) if level]
     facts: dict[str, Any] = {**references, "max_drop": max_drop, "met": met, **budget_remark(max_drop, references)}
     facts |= {"evaluations": len(search.trials) + evaluations} | ({} if time is None else time.summary(chosen))
-    facts |= {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
+    facts |= {"raised": [_raised(*one) for one in raised], "left": _left(before)}
     facts |= _no_gain(sim, search, chosen, [] if time is None else time.no_gain(chosen))
-    rows = _rows(search, candidates, dtypes, references["reference"], chosen, None if time is None else time.times)
+    rows = _rows(search, candidates, dtypes, references["reference"], chosen, time)
     return Report("Mixed precision", rows, {**facts, "advice": advice.to_dict()["rows"]})
 
 
-def _search(
-    candidates: Sequence[Candidate],
-    dtypes: Sequence[Mapping[str, DType]],
-    evaluate: Callable[[Assignment], float],
-    wanted: float,
-    most: int,
-) -> Search:
-    options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
-    return Search([candidate.noise for candidate in candidates], options, len(dtypes), evaluate, wanted, most)
+def require_metric(metric: Any) -> None:
+    """Raise an error for a metric that is no function.
+
+    Raises:
+        ConfigError: shows one.
+    """
+    if not callable(metric):
+        raise ConfigError(
+            f"metric={metric!r} is no function; give one of the sim whose value is a number, larger being better: "
+            "lambda sim: accuracy(sim)"
+        )
 
 
-def _in_time(search: Search, time: TimeBudget, take: Callable[[Assignment], None]) -> tuple[Assignment, bool]:
-    """Return what the search would raise as far as the time allows, and whether both budgets hold."""
-    wanted, _ = search.run()
-    ranked = sorted(range(len(wanted)), key=lambda candidate: -search.noise[candidate])
-    chosen = time.fitted(wanted, ranked, take)
-    return chosen, search.metric_of(chosen) >= search.wanted and time.holds(chosen)
+def metric_value(metric: Any) -> float:
+    """Return what a metric has returned, as a number, which is logged.
+
+    Raises:
+        ConfigError: it is none, or NaN.
+    """
+    try:
+        value = float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the metric is {str(metric)[:40]!r}, which is no number; return one, such as float(correct / total)"
+        ) from error
+    if np.isnan(value):
+        raise ConfigError("the metric is NaN; give a function of the sim whose value is a number, larger being better")
+    log("metric", value)
+    return value
 
 
 def require_budget(metric: Any, max_drop: Any) -> None:
@@ -193,16 +180,13 @@ def in_float32(config: QuantConfig) -> QuantConfig:
 
 
 def _references(
-    sim: PlannedSim,
+    sim: StatefulSim,
     config: QuantConfig,
     metric: Callable[[Any], float],
     as_given: Callable[[], AbstractContextManager[bool]],
     shifted: Mapping[str, FloatArray],
 ) -> tuple[dict[str, float], int]:
-    """Return the metric in float32: `reference` of the original model, `float_now` of the stored weights.
-
-    The second value is the number of evaluations.
-    """
+    """Return the metric in float32, of the original model and of the stored weights, and how often it was called."""
     in_float, before = in_float32(config), sim.snapshot()
     with as_given() as moved:
         sim.replan(in_float)
@@ -216,105 +200,100 @@ def _references(
     return {"reference": given, "float_now": now}, 1 + moved
 
 
-def _no_gain(sim: PlannedSim, search: Search, chosen: Assignment, of_time: list[str]) -> dict[str, list[str]]:
+def _in_time(search: Search, time: TimeBudget, take: Callable[[Assignment], None]) -> tuple[Assignment, bool]:
+    """Return what the search would raise as far as the time allows, and whether both budgets hold."""
+    wanted, _ = search.run()
+    ranked = sorted(range(len(wanted)), key=lambda candidate: -search.noise[candidate])
+    chosen = time.fitted(wanted, ranked, take)
+    return chosen, search.metric_of(chosen) >= search.wanted and time.holds(chosen)
+
+
+def _no_gain(sim: StatefulSim, search: Search, chosen: Assignment, of_time: list[str]) -> dict[str, list[str]]:
     """Return the entry that says where bits buy nothing; empty where they buy something everywhere."""
-    found = [*of_time, *where_bits_buy_nothing(sim.plan, sim.encodings)]
+    remarks = [*of_time, *where_bits_buy_nothing(sim.plan, sim.encodings)]
     before, now = search.metric_of((0,) * len(chosen)), search.metric_of(chosen)
     if any(chosen) and now < search.wanted and now - before < _WORTHWHILE * (search.wanted - before):
         moved = f"what is raised moves the metric from {before:.6g} to {now:.6g}, and {search.wanted:.6g} is wanted"
-        found.insert(0, f"{moved}: these bits buy next to nothing; look at what is left frozen, and at float_now")
-    return {"no_gain": found} if found else {}
+        remarks.insert(0, f"{moved}: these bits buy next to nothing; look at what is left frozen, and at float_now")
+    return {"no_gain": remarks} if remarks else {}
 
 
 def _left(state: SimState) -> list[str]:
     """Return the sites that no search may raise, each with the reason."""
+    rounded = (
+        ", and what is stored there may be rounded to it (adaround, gptq, tune_blocks), so that more bits would change "
+        "nothing"
+    )
     return [
-        f"{site}: frozen at {encoding.dtype}, and what is stored there may be rounded to it (adaround, gptq, "
-        "tune_blocks), so that more bits would change nothing; sim.unfreeze lets it be raised"
-        if state.plan.decisions[site].kind == "weight"
-        else f"{site}: frozen at {encoding.dtype}; sim.unfreeze lets it be raised"
+        f"{site}: frozen at {encoding.dtype}{rounded if state.plan.decisions[site].kind == 'weight' else ''}; "
+        "sim.unfreeze lets it be raised"
         for site, encoding in state.own.items()
         if encoding.frozen
     ]
 
 
-def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample], noise: Mapping[str, float]) -> list[Candidate]:
+def _candidates(sim: StatefulSim, samples: Mapping[str, SiteSample], noise: Mapping[str, float]) -> list[Candidate]:
     classes: dict[str, list[Decision]] = {}
     for decision in sim.plan.decisions.values():
         if decision.quantized and decision.kind != "bias":
             classes.setdefault(decision.encoding_site, []).append(decision)
-    weights = [d.site for members in classes.values() for d in members if d.kind == "weight"]
-    encodings, stored = sim.encodings, sim.stored_floats(weights)
-    result = []
+    encodings = sim.encodings
+    stored = sim.stored_floats([d.site for members in classes.values() for d in members if d.kind == "weight"])
+    elements = {site: sample.elements for site, sample in samples.items()}  # none where no batch reached a site
+    elements |= {site: values.size for site, values in stored.items()}
+    candidates = []
     for home, members in classes.items():
-        encoding, sites = encodings[home], tuple(member.site for member in members)
+        sites = tuple(member.site for member in members)
         choice = "weight" if members[0].kind == "weight" else "activation"
-        count = sum(_elements(member, samples, stored) for member in members)
-        at_outputs = sum(noise.get(site, 0.0) for site in sites)
-        result.append(Candidate(sites, choice, encoding.dtype, count, at_outputs, encoding.frozen))
-    return result
+        count, at_outputs = (sum(known.get(site, 0) for site in sites) for known in (elements, noise))
+        known = encodings[home]
+        candidates.append(Candidate(sites, choice, known.dtype, int(count), at_outputs, known.frozen))
+    return candidates
 
 
-def _elements(decision: Decision, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]) -> int:
-    """Return the number of values at a site, 0 if no batch reached it."""
-    if decision.kind == "weight":
-        return stored[decision.site].size if decision.site in stored else 0
-    return samples[decision.site].elements if decision.site in samples else 0
-
-
-def _raises(candidate: Candidate, level: Mapping[str, DType]) -> bool:
-    wanted = level.get(candidate.choice)
-    return (
-        wanted is not None and not candidate.frozen and (wanted.bits > candidate.dtype.bits or wanted.kind == "float")
-    )
+def _raises(candidate: Candidate, level: Level) -> bool:
+    dtype = level.get(candidate.choice)
+    return dtype is not None and not candidate.frozen and (dtype.bits > candidate.dtype.bits or dtype.kind == "float")
 
 
 def _config_of(
-    config: QuantConfig, candidates: Sequence[Candidate], assignment: Assignment, dtypes: Sequence[Mapping[str, DType]]
+    config: QuantConfig, candidates: Sequence[Candidate], assignment: Assignment, levels: Sequence[Level]
 ) -> QuantConfig:
     for candidate, level in zip(candidates, assignment, strict=True):
         for site in candidate.sites if level else ():
-            wanted: dict[str, Any] = {candidate.choice: dtypes[level - 1][candidate.choice]}
-            config = config.override(site, **wanted)
+            choice: dict[str, Any] = {candidate.choice: levels[level - 1][candidate.choice]}
+            config = config.override(site, **choice)
             config = replace(config, rules=with_rule(config.rules[:-1], config.rules[-1]))
     return config
 
 
-def _raised(candidates: Sequence[Candidate], chosen: Assignment, dtypes: Sequence[Mapping[str, DType]]) -> list[str]:
-    result = []
-    for candidate, level in zip(candidates, chosen, strict=True):
-        if level:
-            more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
-            change = f"{candidate.dtype} -> {dtypes[level - 1][candidate.choice]}"
-            result.append(f"{candidate.sites[0]}{more}: {change} ({decibels(candidate.noise):.1f} dB at the outputs)")
-    return result
+def _raised(candidate: Candidate, dtype: DType) -> str:
+    more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
+    at_outputs = f"({decibels(candidate.noise):.1f} dB at the outputs)"
+    return f"{candidate.sites[0]}{more}: {candidate.dtype} -> {dtype} {at_outputs}"
 
 
 def _rows(
     search: Search,
     candidates: Sequence[Candidate],
-    dtypes: Sequence[Mapping[str, DType]],
+    levels: Sequence[Level],
     reference: float,
     chosen: Assignment,
-    times: Mapping[Assignment, float] | None,
+    time: TimeBudget | None,
 ) -> list[dict[str, Any]]:
+    """Return a row for each assignment that was tried, by its bits."""
+
     def bits(choice: str, assignment: Assignment) -> float:
         of_kind = [(c, level) for c, level in zip(candidates, assignment, strict=True) if c.choice == choice]
-        elements = sum(candidate.elements for candidate, _ in of_kind) or 1
-        widths = [c.elements * (dtypes[level - 1][choice] if level else c.dtype).bits for c, level in of_kind]
-        return sum(widths) / elements
+        widths = [c.elements * (levels[level - 1][choice] if level else c.dtype).bits for c, level in of_kind]
+        return sum(widths) / (sum(candidate.elements for candidate, _ in of_kind) or 1)
 
     rows: list[dict[str, Any]] = []
-    for trial in search.trials:
-        widths = {f"{choice}_bits": bits(choice, trial.assignment) for choice in ("weight", "activation")}
-        facts: dict[str, Any] = {
-            "raised": sum(map(bool, trial.assignment)),
-            "metric": trial.metric,
-            "drop": reference - trial.metric,
-        }
-        if times is not None:
-            facts["ms"] = times.get(trial.assignment)
-        rows.append({**widths, **facts, "chosen": trial.assignment == chosen})
+    for assignment, metric in search.trials:
+        row: dict[str, Any] = {f"{choice}_bits": bits(choice, assignment) for choice in ("weight", "activation")}
+        row |= {"raised": sum(map(bool, assignment)), "metric": metric, "drop": reference - metric}
+        row |= {} if time is None else {"ms": time.times.get(assignment)}
+        rows.append(row | {"chosen": assignment == chosen})
     rows.sort(key=lambda row: (row["weight_bits"] + row["activation_bits"], -row["metric"]))
     best = -np.inf
     for row in rows:

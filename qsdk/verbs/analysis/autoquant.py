@@ -17,11 +17,9 @@ from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.plan import Decision
-from qsdk.core.precision.lowering import LowerableWeight, choose_lowered
-from qsdk.core.precision.metrics import metric_value
-from qsdk.core.precision.mixed import budget_remark, require_budget
-from qsdk.core.precision.no_gain import where_bits_buy_nothing
-from qsdk.core.precision.time_budget import no_time_gained
+from qsdk.core.precision.advice import where_bits_buy_nothing
+from qsdk.core.precision.mixed import budget_remark, metric_value, require_budget
+from qsdk.core.precision.search import LowerableWeight, choose_lowered, no_time_gained
 from qsdk.core.report import Report
 from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.core.sims.state import SimState

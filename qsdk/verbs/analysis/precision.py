@@ -8,9 +8,9 @@ from typing import Any, Unpack
 
 from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
+from qsdk.core.precision.advice import SiteSample
 from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_budget, search_precision
-from qsdk.core.precision.samples import SiteSample
-from qsdk.core.precision.time_budget import TimeBudget
+from qsdk.core.precision.search import TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, run_of
 from qsdk.core.sims.state import put_back_on_error

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from qsdk.core.errors import DataError
 from qsdk.core.precision.advice import decibels
-from qsdk.core.precision.metrics import metric_value, require_metric
+from qsdk.core.precision.mixed import metric_value, require_metric
 from qsdk.core.report import Report
 from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.progress import bar

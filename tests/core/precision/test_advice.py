@@ -7,9 +7,8 @@ from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.precision.advice import SiteSample, decibels, noise_to_signal
 from qsdk.core.precision.advice import advise as advise_with_noise
-from qsdk.core.precision.advice import decibels, noise_to_signal
-from qsdk.core.precision.samples import SiteSample
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.precision.search import Assignment
-from qsdk.core.precision.time_budget import TimeBudget
+from qsdk.core.precision.search import Assignment, TimeBudget
 
 
 class Clock:

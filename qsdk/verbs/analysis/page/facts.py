@@ -16,8 +16,7 @@ from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import tensor_dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
-from qsdk.core.precision.advice import decibels, noise_to_signal
-from qsdk.core.precision.samples import SiteSample
+from qsdk.core.precision.advice import SiteSample, decibels, noise_to_signal
 from qsdk.core.report import Report
 from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim, door_of
