@@ -17,7 +17,6 @@ from qsdk.core.precision.advice import FloatArray, SiteSample, advise, decibels,
 from qsdk.core.precision.search import Assignment, Search, TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.sims.biases import shifts_put_back_on_error
-from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import StatefulSim
 
@@ -51,6 +50,7 @@ class Candidate:
 
 def search_precision(
     sim: StatefulSim,
+    config: QuantConfig,
     samples: Mapping[str, SiteSample],
     noise: Mapping[str, float],
     metric: Callable[[Any], float],
@@ -65,6 +65,7 @@ def search_precision(
 
     Args:
         sim: calibrated, of either side; it has the chosen precision afterwards.
+        config: of the sim.
         samples: site -> sample of its float values.
         noise: site -> power of its noise at the model's outputs, over that of the outputs; it ranks the sites.
         metric: larger is better; called with the sim.
@@ -78,9 +79,8 @@ def search_precision(
         One row per assignment tried, and a summary: see `qsdk.mixed_precision`.
 
     Raises:
-        ConfigError: an unknown dtype, or a sim without config. The sim is unchanged by any error.
+        ConfigError: an unknown dtype. The sim is unchanged by any error.
     """
-    config = require_config(sim.config)
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
         candidates = _candidates(sim, samples, noise)

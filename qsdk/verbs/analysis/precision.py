@@ -13,6 +13,7 @@ from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_b
 from qsdk.core.precision.search import TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, run_of
+from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers, rounded_facts
@@ -111,11 +112,12 @@ def mixed_precision(
     run = run_of(mixed_precision, options)
     require_budget(metric, max_drop)
     assert max_drop is not None
+    door, config = door_of(sim), require_config(sim.config)
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), float_ms=float_ms(sim, runtime))
     samples, noise, facts = _ranked(sim, data, run.forward, run.progress)
     bounds: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, run.progress) as counted:
-        report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **bounds)
+        report = search_precision(sim, config, samples, noise, counted, as_given=door.as_given, **bounds)
     return Report(report.title, report.rows, {**report.summary, **facts})
 
 
