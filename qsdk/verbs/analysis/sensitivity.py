@@ -13,7 +13,6 @@ from qsdk.progress import bar
 from qsdk.verbs.analysis.noise import LayerSites, OutputNoise, layers_of, noise_of_layers, rounded_facts
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 
 #: of the noise of a row, where few random signs make up most of it: it may be more than 3 dB off
 _UNCERTAIN = 0.3
