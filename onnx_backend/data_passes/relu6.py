@@ -7,8 +7,8 @@ import numpy as np
 from onnx_backend.data_passes.stored_by_name import stored_by_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.sim import OnnxSim
+from qsdk.core.channel_maps.scalings import as_relu, clips_at_six
 from qsdk.core.graph.graph import Graph
-from qsdk.core.scaling.relu6 import as_relu, clips_at_six
 
 
 def unbounded_sites(sim: OnnxSim, clips: Mapping[str, int]) -> list[str]:

@@ -7,18 +7,32 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
+from qsdk.core.channel_maps import equalize as equalizing
+from qsdk.core.channel_maps.scale_groups import ScaleGroup, find_scale_groups
+from qsdk.core.channel_maps.scalings import (
+    FloatArray,
+    Scalings,
+    as_relu,
+    blocked_row,
+    clips_at_six,
+    obstacle,
+    row,
+    specs_of,
+    spread,
+)
+from qsdk.core.channel_maps.search import (
+    ChannelObserver,
+    FactorChoice,
+    ObservedGroups,
+    clip_all,
+    observers_for,
+    search_awq,
+    search_smooth_quant,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, run_of
-from qsdk.core.scaling import clip as clipping
-from qsdk.core.scaling import equalize as equalizing
-from qsdk.core.scaling import plans
-from qsdk.core.scaling.channel_observer import ChannelObserver
-from qsdk.core.scaling.regions import Region, find_regions
-from qsdk.core.scaling.relu6 import as_relu, clips_at_six, clips_inside
-from qsdk.core.scaling.scalings import FloatArray, Scalings, spread
-from qsdk.core.scaling.search import FactorChoice, ObservedRegions, search_awq, search_smooth_quant
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
@@ -79,7 +93,7 @@ def equalize(
     with put_back_on_error(sim, weights=True), without_shifts(sim):
         graph, opened = _without_relu6(sim) if relu6 == "relu" else (door_of(sim).running_graph(), set())
         scalings, blocked = _scalings(sim, graph, equalizing.equalization_obstacle)
-        numbers = range(len(scalings.regions))
+        numbers = range(len(scalings.groups))
         before = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         taken = equalizing.equalize(scalings, iterations)
         biases, absorbed, looked = _absorbed(
@@ -89,7 +103,7 @@ def equalize(
         door_of(sim).unbind(opened)
         passes = looked + _write(sim, scalings, biases, data, forward=run.forward, progress=run.progress)
         columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
-        rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
+        rows = [row(scalings.groups[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
         facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
         return _report("Equalization", rows, blocked, sim, started, facts)
 
@@ -146,10 +160,10 @@ def smooth_quant(
         raise ConfigError(f"alpha={alpha!r}; give a number from 0 to 1, or 'auto'")
     alphas = _ALPHAS if alpha == "auto" else (float(alpha),)
 
-    def search(seen: ObservedRegions, number: int) -> FactorChoice:
+    def search(seen: ObservedGroups, number: int) -> FactorChoice:
         return search_smooth_quant(seen, number, alphas)
 
-    return _searched(sim, data, "SmoothQuant", search, lambda region: "", forward=run.forward, progress=run.progress)
+    return _searched(sim, data, "SmoothQuant", search, lambda group: "", forward=run.forward, progress=run.progress)
 
 
 @same_on_ranks
@@ -195,20 +209,20 @@ def awq(
     if grid < 1:
         raise ConfigError(f"grid={grid}; at least one value of alpha must be tried")
 
-    def search(seen: ObservedRegions, number: int) -> FactorChoice:
+    def search(seen: ObservedGroups, number: int) -> FactorChoice:
         return search_awq(seen, number, grid)
 
     last = _clip if clip else None
-    return _searched(sim, data, "AWQ", search, plans.without_layers, last, forward=run.forward, progress=run.progress)
+    return _searched(sim, data, "AWQ", search, _without_layers, last, forward=run.forward, progress=run.progress)
 
 
 def _searched(
     sim: Sim,
     data: Iterable[Any],
     title: str,
-    search: Callable[[ObservedRegions, int], FactorChoice],
-    unfit: Callable[[Region], str],
-    last: Callable[[Sim, ObservedRegions], dict[str, Any]] | None = None,
+    search: Callable[[ObservedGroups, int], FactorChoice],
+    unfit: Callable[[ScaleGroup], str],
+    last: Callable[[Sim, ObservedGroups], dict[str, Any]] | None = None,
     *,
     forward: Forward | None,
     progress: bool,
@@ -216,21 +230,21 @@ def _searched(
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
         scalings, blocked = _scalings(sim, door_of(sim).running_graph(), unfit)
-        observers = plans.observers_for(scalings.regions, sim.graph)
+        observers = observers_for(scalings.groups, sim.graph)
         _observe(sim, data, observers, forward=forward, progress=progress)
         blocks = {s: d.input_block for s, d in sim.plan.decisions.items() if d.input_block is not None}
-        seen = ObservedRegions(scalings, observers, plans.specs_of(sim.plan), blocks)
-        rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.regions))]
+        seen = ObservedGroups(scalings, observers, specs_of(sim.plan), blocks)
+        rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.groups))]
         passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
         facts = {"float_passes": passes} | (last(sim, seen) if last is not None else {})
         return _report(title, rows, blocked, sim, started, facts)
 
 
-def _row_of(seen: ObservedRegions, number: int, chosen: FactorChoice) -> dict[str, Any]:
+def _row_of(seen: ObservedGroups, number: int, chosen: FactorChoice) -> dict[str, Any]:
     before = seen.shrinking(number)
     seen.scalings.multiply(number, chosen.factors)
-    return plans.row(
-        seen.scalings.regions[number],
+    return row(
+        seen.scalings.groups[number],
         seen.graph,
         chosen.factors,
         alpha=chosen.alpha,
@@ -241,12 +255,12 @@ def _row_of(seen: ObservedRegions, number: int, chosen: FactorChoice) -> dict[st
     )
 
 
-def _clip(sim: Sim, seen: ObservedRegions) -> dict[str, Any]:
+def _clip(sim: Sim, seen: ObservedGroups) -> dict[str, Any]:
     """Narrow the ranges of the weights of a calibrated sim."""
     state = sim.snapshot()
     if not state.own:
         return {"clipped": "no: the sim is not calibrated"}
-    clippings = clipping.clip_all(seen, state, lambda site: sim.stored_floats([site]).get(site))
+    clippings = clip_all(seen, state, lambda site: sim.stored_floats([site]).get(site))
     sim.restore(replace(state, own={**state.own, **{site: one.encoding for site, one in clippings.items()}}))
     errors = np.array([[one.error_before, one.error_after] for one in clippings.values()]).reshape(-1, 2)
     before, after = errors.mean(axis=0) if len(errors) else (0.0, 0.0)
@@ -256,24 +270,22 @@ def _clip(sim: Sim, seen: ObservedRegions) -> dict[str, Any]:
 def _absorbed(
     sim: Sim, scalings: Scalings, data: Iterable[Any] | None, wanted: bool, *, forward: Forward | None, progress: bool
 ) -> tuple[dict[int, FloatArray], list[int], int]:
-    """Return new biases by tensor id, the number of lowered channels of each region, and the passes it took."""
+    """Return new biases by tensor id, the number of lowered channels of each group, and the passes it took."""
     graph = scalings.graph
-    counts = [0] * len(scalings.regions)
+    counts = [0] * len(scalings.groups)
     biases: dict[int, FloatArray] = {}
     observers: dict[int, ChannelObserver] = {}
-    fit = [
-        n for n, region in enumerate(scalings.regions) if wanted and not equalizing.absorption_obstacle(graph, region)
-    ]
+    fit = [n for n, group in enumerate(scalings.groups) if wanted and not equalizing.absorption_obstacle(graph, group)]
     if data is not None and fit:
-        observers = plans.observers_for([scalings.regions[n] for n in fit], graph)
+        observers = observers_for([scalings.groups[n] for n in fit], graph)
         _observe(sim, data, observers, forward=forward, progress=progress)
     for number in fit:
-        region = scalings.regions[number]
-        by = equalizing.activation_minimum(region, graph, observers, sim.folded_norms) / scalings.factors[number]
+        group = scalings.groups[number]
+        by = equalizing.activation_minimum(group, graph, observers, sim.folded_norms) / scalings.factors[number]
         counts[number] = int((by > 0).sum())
         if counts[number]:
-            sim.folded_norms.pop(region.producers[0].owner(graph), None)  # its mean has moved
-        biases.update(equalizing.shifted_biases(graph, region, scalings, by, biases))
+            sim.folded_norms.pop(group.producers[0].owner(graph), None)  # its mean has moved
+        biases.update(equalizing.shifted_biases(graph, group, scalings, by, biases))
     return biases, counts, 1 if observers else 0
 
 
@@ -285,7 +297,8 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
     clips = clips_at_six(sim.graph)
     trial = as_relu(sim.graph, clips)
     scalings, _ = _scalings(sim, trial, equalizing.equalization_obstacle)
-    wanted = clips_inside(scalings.regions, clips, trial)
+    within = {tensor for group in scalings.groups for tensor in group.members}
+    wanted = {site for site, op in clips.items() if trial.ops[op].outputs[0] in within}
     reasons = door_of(sim).why_bounded(clips, wanted)
     opened = {site for site, reason in reasons.items() if not reason}
     graph = door_of(sim).running_graph()
@@ -293,12 +306,20 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
     return as_relu(sim.graph, opened | already), opened - already
 
 
-def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[Scalings, list[Region]]:
-    """Return the regions that can be scaled, with factors of 1, and those that cannot."""
+def _scalings(sim: Sim, graph: Graph, unfit: Callable[[ScaleGroup], str]) -> tuple[Scalings, list[ScaleGroup]]:
+    """Return the groups that can be scaled, with factors of 1, and those that cannot."""
     stored, own = door_of(sim).stored_values(), sim.snapshot().own
-    regions = plans.block_unscalable(find_regions(graph), graph, sim.plan, own, stored)
-    regions = [region if region.blocked else replace(region, blocked=unfit(region)) for region in regions]
-    return Scalings(graph, [r for r in regions if not r.blocked], stored), [r for r in regions if r.blocked]
+    groups = []
+    for group in find_scale_groups(graph):
+        roots = [edit.root for edit in group.edits]
+        blocked = group.blocked or obstacle(roots, group.members, graph, sim.plan, own, stored) or unfit(group)
+        groups.append(replace(group, blocked=blocked))
+    return Scalings(graph, [g for g in groups if not g.blocked], stored), [g for g in groups if g.blocked]
+
+
+def _without_layers(group: ScaleGroup) -> str:
+    """Return why no layer reads a group, or "" where one does."""
+    return "" if any(end.linear for end in group.consumers) else "no weight is multiplied with it"
 
 
 def _observe(
@@ -335,13 +356,13 @@ def _write(
 def _report(
     title: str,
     rows: Sequence[Mapping[str, Any]],
-    blocked: Sequence[Region],
+    blocked: Sequence[ScaleGroup],
     sim: Sim,
     started: float,
     facts: Mapping[str, Any],
 ) -> Report:
     columns = [name for name in (rows[0] if rows else {}) if name not in ("group", "reason")]
-    left = [plans.blocked_row(region, sim.graph, columns) for region in blocked]
+    left = [blocked_row(group, sim.graph, columns) for group in blocked]
     again = sim.methods.method if any(sim.ready().values()) else "no: it was not calibrated before"
     summary = {"scaled": len(rows), "left": len(left), **facts, "calibrated_again": again}
     return Report(title, [*rows, *left], {**summary, "seconds": time.perf_counter() - started})

@@ -15,8 +15,8 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 import qsdk
+from qsdk.core.channel_maps.rotation_groups import find_rotation_groups
 from qsdk.core.errors import DataError
-from qsdk.core.rotations.streams import find_streams
 
 HEADS = "attention values"
 _VALUE = "past_key_values.0.value:input"
@@ -167,11 +167,11 @@ def test_a_cache_holds_turned_values_if_it_gives_them_as_it_takes_them(leaves: s
     inputs = {"x": [1, "t", 8], "past": [1, "p", 8], "scores": [1, "t", "p + t"]}
     model = make_model(nodes, inputs, {"y": [1, "t", 8], present: shape}, stored)
     graph = qsdk.quantize(model, None, qsdk.w8a8()).graph
-    (stream,) = find_streams(graph, lambda norm: None)
+    (stream,) = find_rotation_groups(graph, lambda norm: None)
     assert reason in stream.blocked
     assert bool(stream.blocked) is bool(reason)
     assert stream.cached is (leaves != "as a window")
-    (stays,) = find_streams(graph, lambda norm: None, caches_stay="it stays")
+    (stays,) = find_rotation_groups(graph, lambda norm: None, caches_stay="it stays")
     assert stays.blocked == ("it stays" if not reason else stream.blocked)
 
 
@@ -187,6 +187,6 @@ def test_a_residual_stream_that_comes_in_and_leaves_is_no_cache() -> None:
     stored["gain"] = np.ones(8, np.float32)
     inputs = {"x": [1, "t", 8], "prefix": [1, "p", 8]}
     model = make_model(nodes, inputs, {"y": [1, "p + t", 8], "stream": [1, "p + t", 8]}, stored)
-    (stream,) = find_streams(qsdk.quantize(model, None, qsdk.w8a8()).graph, lambda norm: None)
+    (stream,) = find_rotation_groups(qsdk.quantize(model, None, qsdk.w8a8()).graph, lambda norm: None)
     assert "leaves the model" in stream.blocked
     assert not stream.cached

@@ -12,8 +12,8 @@ from torch import nn
 
 import qsdk
 from qsdk.algorithms.rotation.orthogonal import online_factors, turned_online
+from qsdk.core.channel_maps.online import find_online
 from qsdk.core.errors import FileFormatError, ModelError
-from qsdk.core.rotations.online import find_online
 from qsdk.verbs.doors.choose import door_of
 
 KIND = "input of a layer, at run time"

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qsdk.algorithms.noise_probe import NoiseProbe
+from qsdk.core.channel_maps.rotation_groups import cached_tensors
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.rotations.cached_values import cached_tensors
 from qsdk.core.site import owner_of
 from qsdk.progress import bar, over_batches
 from qsdk.verbs.doors.choose import Sim, door_of

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
+from qsdk.core.channel_maps.online import InputRotation
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
-from qsdk.core.rotations.online import InputRotation
 
 #: Calls a module on a batch: `(model, batch)`.
 Forward = Callable[[Any, Any], Any]

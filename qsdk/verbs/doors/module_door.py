@@ -18,6 +18,7 @@ from onnx_backend.parity import parity
 from onnx_backend.parity.teacher import RunOn
 from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
+from qsdk.core.channel_maps.online import InputRotation
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import norms_to_json
@@ -26,7 +27,6 @@ from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
-from qsdk.core.rotations.online import InputRotation
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls

@@ -23,14 +23,14 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
 from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize, run_graph, unsupported_ops
+from qsdk.core.channel_maps.online import InputRotation
+from qsdk.core.channel_maps.scalings import clips_at_six
 from qsdk.core.errors import ConfigError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
-from qsdk.core.rotations.online import InputRotation
-from qsdk.core.scaling.relu6 import clips_at_six
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error

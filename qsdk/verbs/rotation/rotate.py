@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from qsdk.algorithms.rotation.learned import LearnedRotation, learn_rotation
 from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, online_factors, random_orthogonal, randomized_hadamard
+from qsdk.core.channel_maps.online import InputRotation, OnlineRotation, find_online
+from qsdk.core.channel_maps.rotated_weights import fold_obstacle, gain_of, rotated_values
+from qsdk.core.channel_maps.rotation_groups import RotationGroup, find_rotation_groups
+from qsdk.core.channel_maps.scalings import obstacle
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
-from qsdk.core.rotations.online import InputRotation, OnlineTurn, find_online
-from qsdk.core.rotations.streams import Stream, find_streams
-from qsdk.core.rotations.turned_values import fold_obstacle, gain_of, turned_values
 from qsdk.core.run_options import SeededOptions, run_of
-from qsdk.core.scaling.plans import obstacle
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
@@ -177,7 +177,7 @@ def _turned_online(sim: Sim, seed: int) -> Iterator[list[dict[str, Any]]]:
         yield [_row_online(graph, turn) for turn in turns]
 
 
-def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[Stream]:
+def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[RotationGroup]:
     """Rotate what can be rotated, and return all streams."""
     streams = [replace(one, blocked=one.blocked or _tie(graph, one)) for one in _streams(sim, graph)]
     for number, stream in enumerate(streams):
@@ -208,7 +208,7 @@ def _tied_names(sim: Sim) -> list[str]:
     return [graph.tensors[root].name for root in dict.fromkeys(roots)]
 
 
-def _streams(sim: Sim, graph: Graph) -> list[Stream]:
+def _streams(sim: Sim, graph: Graph) -> list[RotationGroup]:
     """Return the streams of a sim, with the reasons why some of them cannot be rotated; ties are no reason yet."""
     stored, own = door_of(sim).stored_values(), sim.snapshot().own
 
@@ -220,8 +220,8 @@ def _streams(sim: Sim, graph: Graph) -> list[Stream]:
         return gain_of(norm, read) if known else np.arange(2.0)
 
     result = []
-    for stream in find_streams(graph, gain, caches_stay=door_of(sim).why_caches_stay()):
-        roots = [turn.root for turn in stream.turns]
+    for stream in find_rotation_groups(graph, gain, caches_stay=door_of(sim).why_caches_stay()):
+        roots = [turn.root for turn in stream.rotated]
         for one in stream.folded:
             roots += [root for root in (one.norm.gain, one.norm.shift) if root is not None]
         why = stream.blocked or obstacle(roots, stream.members, graph, sim.plan, own, stored)
@@ -229,25 +229,25 @@ def _streams(sim: Sim, graph: Graph) -> list[Stream]:
     return result
 
 
-def _tie(graph: Graph, stream: Stream) -> str:
+def _tie(graph: Graph, stream: RotationGroup) -> str:
     if not stream.ties:
         return ""
     name = graph.tensors[stream.ties[0]].name
     return f"{name} is shared by layers before and behind a norm, and its readers cannot have a copy each"
 
 
-def _rotation(stream: Stream, method: Method, seed: int) -> npt.NDArray[np.float64]:
+def _rotation(stream: RotationGroup, method: Method, seed: int) -> npt.NDArray[np.float64]:
     made = random_orthogonal(stream.size, seed) if method == "random" else randomized_hadamard(stream.size, seed)
     return keeping_the_mean(made) if stream.keeps_mean else made
 
 
-def _write(sim: Sim, graph: Graph, stream: Stream, rotation: npt.NDArray[np.float64]) -> None:
+def _write(sim: Sim, graph: Graph, stream: RotationGroup, rotation: npt.NDArray[np.float64]) -> None:
     stored = door_of(sim).stored_values()
-    values: Mapping[int, Array] = turned_values(graph, stream, rotation, lambda root: stored[graph.tensors[root].name])
+    values: Mapping[int, Array] = rotated_values(graph, stream, rotation, lambda root: stored[graph.tensors[root].name])
     door_of(sim).store_values({graph.tensors[root].name: value for root, value in values.items()})
 
 
-def _row(graph: Graph, stream: Stream, learned: LearnedRotation | None) -> dict[str, Any]:
+def _row(graph: Graph, stream: RotationGroup, learned: LearnedRotation | None) -> dict[str, Any]:
     ends = (min(stream.writers, key=lambda turn: turn.op), max(stream.readers, key=lambda turn: turn.op))
     sites = [graph.tensors[turn.root].site for turn in ends]
     names = [
@@ -266,8 +266,14 @@ def _row(graph: Graph, stream: Stream, learned: LearnedRotation | None) -> dict[
     }
 
 
-def _row_online(graph: Graph, turn: OnlineTurn) -> dict[str, Any]:
+def _row_online(graph: Graph, turn: OnlineRotation) -> dict[str, Any]:
     site = graph.tensors[turn.root].site
     counts = {"writers": 0, "readers": int(not turn.blocked), "norms": 0, "noise_before": None, "noise_after": None}
     name = graph.tensors[turn.root].name if site is None else owner_of(site)
-    return {"stream": name, "kind": turn.kind, "size": turn.size, **counts, "reason": turn.blocked}
+    return {
+        "stream": name,
+        "kind": "input of a layer, at run time",
+        "size": turn.size,
+        **counts,
+        "reason": turn.blocked,
+    }

@@ -1,4 +1,4 @@
-"""What a learned rotation looks at: samples of the tensors of a stream, and of the weights that take it up."""
+"""What a learned rotation looks at: samples of the tensors of a group, and of the weights that take it up."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,11 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.algorithms.rotation.learned import Turned
+from qsdk.core.channel_maps.rotation_groups import RotatedTensor, RotationGroup
+from qsdk.core.channel_maps.scalings import specs_of
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
-from qsdk.core.rotations.streams import Stream
-from qsdk.core.rotations.turns import Turn
-from qsdk.core.scaling.plans import specs_of
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -43,16 +42,22 @@ class SampledRows:
 
 
 def samples_of(
-    sim: Sim, graph: Graph, streams: Iterable[Stream], data: Iterable[Any], *, forward: Forward | None, progress: bool
+    sim: Sim,
+    graph: Graph,
+    groups: Iterable[RotationGroup],
+    data: Iterable[Any],
+    *,
+    forward: Forward | None,
+    progress: bool,
 ) -> list[list[Turned]]:
-    """Return what the rotation of each stream turns, as far as it is quantized, after one float pass over the data."""
+    """Return what the rotation of each group turns, as far as it is quantized, after one float pass over the data."""
     specs = {site: spec for site, spec in specs_of(sim.plan).items() if spec.dtype.is_quantized}
-    streams = list(streams)
+    groups = list(groups)
     samplers: dict[str, SampledRows] = {}
-    for stream in streams:
-        for tensor, ids in stream.members.items():
+    for group in groups:
+        for tensor, ids in group.members.items():
             site = graph.tensors[tensor].site
-            if site in specs and ids.size == ids.shape[-1] == stream.size and site is not None:
+            if site in specs and ids.size == ids.shape[-1] == group.size and site is not None:
                 samplers[site] = SampledRows(tensor)
 
     def look(site: str, x: npt.NDArray[Any]) -> None:
@@ -61,13 +66,13 @@ def samples_of(
     door_of(sim).visit(data, look, title="rotation", sites=samplers, forward=forward, progress=progress)
     stored = door_of(sim).stored_values()
     result = []
-    for stream in streams:
-        sites = [graph.tensors[tensor].site or "" for tensor in stream.members]
+    for group in groups:
+        sites = [graph.tensors[tensor].site or "" for tensor in group.members]
         found = [_activation(samplers[site].rows(), specs[site]) for site in sites if site in samplers]
-        for turn in (*stream.writers, *stream.readers):
-            spec = specs.get(graph.tensors[turn.root].site or "")
+        for one in (*group.writers, *group.readers):
+            spec = specs.get(graph.tensors[one.root].site or "")
             if spec is not None:
-                found.append(_weight(stored[graph.tensors[turn.root].name], turn, spec, stream.size))
+                found.append(_weight(stored[graph.tensors[one.root].name], one, spec, group.size))
         result.append(found)
     return result
 
@@ -77,14 +82,14 @@ def _activation(rows: Rows, spec: Spec) -> Turned:
     return Turned(rows, levels, spec.symmetric, "column" if isinstance(spec.granularity, PerChannel) else "tensor")
 
 
-def _weight(value: npt.NDArray[Any], turn: Turn, spec: Spec, size: int) -> Turned:
-    last = np.moveaxis(np.asarray(value), turn.axis, -1)
-    rows = np.asarray(last[..., turn.ids.reshape(-1) >= 0], np.float32).reshape(-1, size)
+def _weight(value: npt.NDArray[Any], rotated: RotatedTensor, spec: Spec, size: int) -> Turned:
+    last = np.moveaxis(np.asarray(value), rotated.axis, -1)
+    rows = np.asarray(last[..., rotated.ids.reshape(-1) >= 0], np.float32).reshape(-1, size)
     some = rows[np.random.default_rng(0).permutation(len(rows))[: 4 * _ROWS]]
     kept = spec.granularity
     ranges: Any = "tensor"
-    if isinstance(kept, PerBlock) and kept.axis == turn.axis:
+    if isinstance(kept, PerBlock) and kept.axis == rotated.axis:
         ranges = kept.size
     elif isinstance(kept, PerChannel | PerBlock):
-        ranges = "column" if kept.axis == turn.axis or isinstance(kept, PerBlock) else "row"
+        ranges = "column" if kept.axis == rotated.axis or isinstance(kept, PerBlock) else "row"
     return Turned(some, spec.dtype.hi - spec.dtype.lo, spec.symmetric, ranges)

@@ -4,53 +4,38 @@ In front of the last layer of a feed-forward part is a function of each element,
 takes up the inverse: `W x = (W R)(R^T x)`, whatever computes x (Ashkboos et al. 2024, QuaRot).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.channel_maps.flood import is_linear, stored_operand
+from qsdk.core.channel_maps.rotation_groups import MOVES, RotationGroup, stored_readers
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Plan
-from qsdk.core.rotations.steps import MOVES
-from qsdk.core.rotations.streams import Stream
-from qsdk.core.rotations.turns import stored_readers
-from qsdk.core.scaling.edits import is_linear, stored_operand
-
-_KIND = "input of a layer, at run time"
 
 
 @dataclass(frozen=True)
-class OnlineTurn:
-    """A layer whose input is rotated while the model runs.
+class OnlineRotation:
+    """A layer, by its id and that of its weight, whose input of this size is rotated while the model runs.
 
-    Attributes:
-        op: its id.
-        root: id of its stored weight.
-        axis: of the weight, along which the channels of its input lie.
-        size: of the rotation, that is, of the input.
-        blocked: why its input is left as it is, or "".
-        kind: the name of such a row in reports.
+    `blocked` says why its input is left as it is, or "".
     """
 
     op: int
     root: int
-    axis: int
     size: int
     blocked: str = ""
-    kind: str = _KIND
 
 
 @dataclass(frozen=True)
 class InputRotation:
-    """A rotation in front of a layer.
+    """A rotation in front of a layer, at the site of its input, which has a signed dtype or not.
 
-    Attributes:
-        site: of the layer's input.
-        signed: whether that is quantized to a signed dtype.
-        factors: see `qsdk.algorithms.rotation.orthogonal`.
+    The factors are those of `qsdk.algorithms.rotation.orthogonal`.
     """
 
     site: str
@@ -61,16 +46,11 @@ class InputRotation:
 def with_online_rules(
     config: QuantConfig, rotations: Iterable[InputRotation], matrices: Iterable[str], between: Iterable[str]
 ) -> QuantConfig:
-    """Return a config that quantizes rotations such that they cost nothing: what they read has the outliers still.
+    """Return a config in which new rotations lose no accuracy, though the inputs that they read still have outliers.
 
     Where linear layers alone are quantized, the products stay float. Elsewhere their operands get 16 bits, and the
-    matrices, whose elements have one magnitude, 8.
-
-    Args:
-        config: of the sim.
-        rotations: that are new.
-        matrices: sites of their factors.
-        between: sites of what is computed between two factors.
+    matrices, whose elements have one magnitude, 8. `matrices` are the sites of the rotations' factors, `between` those
+    of what is computed between two factors.
     """
     rotations = list(rotations)
     for site in matrices:
@@ -83,32 +63,25 @@ def with_online_rules(
     return config
 
 
-def find_online(graph: Graph, streams: Iterable[Stream], plan: Plan) -> list[OnlineTurn]:
-    """Return the layers that write a residual stream and whose inputs neither lie in a stream nor behind a layer.
+def find_online(graph: Graph, groups: Iterable[RotationGroup], plan: Plan) -> list[OnlineRotation]:
+    """Return the layers that write a residual stream and whose inputs neither lie in a group nor behind a layer.
 
-    Args:
-        graph: of the model.
-        streams: of the graph.
-        plan: of the sim: only an input of 8 bits or fewer is worth a rotation.
+    By the plan, only an input of 8 bits or fewer is worth a rotation.
     """
-    streams = list(streams)
-    turned = {tensor for stream in streams if not stream.blocked for tensor in stream.members}
-    writers = {turn.op: None for one in streams if one.kind == "residual stream" for turn in one.writers}
+    groups = list(groups)
+    rotated = {tensor for group in groups if not group.blocked for tensor in group.members}
+    writers = {one.op: None for group in groups if group.kind == "residual stream" for one in group.writers}
     result = []
     for op_id in writers:
         op = graph.ops[op_id]
         x = op.inputs[0]
-        if op.type not in ("Gemm", "MatMul") or not is_linear(graph, op_id) or x is None or x in turned:
+        if op.type not in ("Gemm", "MatMul") or not is_linear(graph, op_id) or x is None or x in rotated:
             continue
         for operand in operands_of(graph, op_id):
             if operand.role == "weight" and operand.input_axis is not None and not _behind_a_layer(graph, x):
                 size = (graph.tensors[operand.root].shape or ())[operand.input_axis]
                 assert isinstance(size, int)
-                result.append(
-                    OnlineTurn(
-                        op_id, operand.root, operand.input_axis, size, _obstacle(graph, op_id, operand.root, plan)
-                    )
-                )
+                result.append(OnlineRotation(op_id, operand.root, size, _obstacle(graph, op_id, operand.root, plan)))
     return result
 
 
@@ -119,15 +92,12 @@ def _behind_a_layer(graph: Graph, tensor: int) -> bool:
         op, bias = graph.ops[op_id], stored_operand(graph, op_id)
         if is_linear(graph, op_id):
             return True
-        ahead = list(_data(op.inputs, bias)) if op.type in MOVES or (op.type == "Add" and bias is not None) else []
+        moves = op.type in MOVES or (op.type == "Add" and bias is not None)
+        ahead = [other for other in op.inputs if other is not None and other != bias] if moves else []
         if not ahead:
             return False
         tensor = ahead[0]
     return False
-
-
-def _data(inputs: Iterable[int | None], bias: int | None) -> Iterator[int]:
-    yield from (tensor for tensor in inputs if tensor is not None and tensor != bias)
 
 
 def _obstacle(graph: Graph, op_id: int, root: int, plan: Plan) -> str:

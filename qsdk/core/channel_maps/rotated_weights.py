@@ -1,15 +1,14 @@
-"""The stored tensors of a rotated stream: gains of norms folded into the layers behind, then the rotation."""
+"""The stored tensors of a rotated group: gains of norms folded into the layers behind, then the rotation."""
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.channel_maps.equalize import bias_of
+from qsdk.core.channel_maps.norms import NormOp
+from qsdk.core.channel_maps.rotation_groups import FoldedNorm, RotatedTensor, RotationGroup, stored_readers
 from qsdk.core.graph.graph import Graph
-from qsdk.core.rotations.norm_ops import NormOp
-from qsdk.core.rotations.streams import FoldedNorm, Stream
-from qsdk.core.rotations.turns import Turn, stored_readers
-from qsdk.core.scaling.equalize import bias_of
 
 Floats = npt.NDArray[np.float64]
 Stored = npt.NDArray[np.generic]
@@ -25,9 +24,9 @@ def gain_of(norm: NormOp, read: Read) -> Floats | None:
     return None if norm.gain is None else np.asarray(read(norm.gain), np.float64).reshape(-1) + norm.gain_offset
 
 
-def fold_obstacle(graph: Graph, stream: Stream, read: Read) -> str:
+def fold_obstacle(graph: Graph, group: RotationGroup, read: Read) -> str:
     """Return why the shift of a norm cannot go along with its gain, or ""."""
-    for one in stream.folded:
+    for one in group.folded:
         gain = gain_of(one.norm, read)
         if gain is None or one.norm.shift is None or _biases(graph, one) is not None:
             continue
@@ -37,25 +36,23 @@ def fold_obstacle(graph: Graph, stream: Stream, read: Read) -> str:
     return ""
 
 
-def turned_values(graph: Graph, stream: Stream, rotation: Floats, read: Read) -> dict[int, npt.NDArray[np.float32]]:
-    """Return the new value of every stored tensor that rotating a stream changes, by its id.
+def rotated_values(
+    graph: Graph, group: RotationGroup, rotation: Floats, read: Read
+) -> dict[int, npt.NDArray[np.float32]]:
+    """Return the new value of every stored tensor that rotating a group changes, by its id.
 
-    Args:
-        graph: of the model.
-        stream: one that is not blocked.
-        rotation: orthogonal, [size, size]; it leaves the vector of ones as it is if `stream.keeps_mean`.
-        read: returns the present values.
+    The rotation is orthogonal, [size, size]; it leaves the vector of ones as it is if `group.keeps_mean`.
     """
     values: dict[int, Stored] = {}
-    gains = {one.norm: gain_of(one.norm, read) for one in stream.folded}
-    for one in stream.folded:
+    gains = {one.norm: gain_of(one.norm, read) for one in group.folded}
+    for one in group.folded:
         gain = gains[one.norm]
         assert gain is not None
-        values |= _folded_shift(graph, stream, one, gain, read, values)
-    for turn in stream.turns:
-        value = values.get(turn.root, read(turn.root))
-        values[turn.root] = _turned(value, turn, rotation, None if turn.gain is None else gains[turn.gain])
-    for one in stream.folded:
+        values |= _folded_shift(graph, group, one, gain, read, values)
+    for tensor in group.rotated:
+        value = values.get(tensor.root, read(tensor.root))
+        values[tensor.root] = _rotated(value, tensor, rotation, None if tensor.gain is None else gains[tensor.gain])
+    for one in group.folded:
         if one.norm.gain is not None:
             values[one.norm.gain] = np.full(np.shape(read(one.norm.gain)), 1.0 - one.norm.gain_offset)
         if one.norm.shift is not None:
@@ -65,12 +62,7 @@ def turned_values(graph: Graph, stream: Stream, rotation: Floats, read: Read) ->
 
 
 def _folded_shift(
-    graph: Graph,
-    stream: Stream,
-    one: FoldedNorm,
-    gain: Floats,
-    read: Read,
-    values: Mapping[int, Stored],
+    graph: Graph, group: RotationGroup, one: FoldedNorm, gain: Floats, read: Read, values: Mapping[int, Stored]
 ) -> dict[int, Stored]:
     """Return the shift of a norm after its gain is folded, before it is rotated, and the biases that take it up."""
     if one.norm.shift is None:
@@ -80,10 +72,10 @@ def _folded_shift(
     if biases is None:
         return {one.norm.shift: (stored.reshape(-1) / np.where(gain == 0, 1.0, gain)).reshape(stored.shape)}
     result: dict[int, Stored] = {one.norm.shift: np.zeros_like(stored)}
-    for turn in stream.readers:
-        if turn.op in one.readers:
-            bias = biases[turn.op]
-            weight = np.moveaxis(np.asarray(read(turn.root), np.float64), turn.axis, -1)
+    for reader in group.readers:
+        if reader.op in one.readers:
+            bias = biases[reader.op]
+            weight = np.moveaxis(np.asarray(read(reader.root), np.float64), reader.axis, -1)
             now = np.asarray(values.get(bias, read(bias)), np.float64)
             result[bias] = now + (weight @ stored.reshape(-1)).reshape(now.shape)
     return result
@@ -102,12 +94,12 @@ def _biases(graph: Graph, one: FoldedNorm) -> dict[int, int] | None:
     return result
 
 
-def _turned(value: Stored, turn: Turn, rotation: Floats, gain: Floats | None) -> npt.NDArray[np.float32]:
+def _rotated(value: Stored, tensor: RotatedTensor, rotation: Floats, gain: Floats | None) -> npt.NDArray[np.float32]:
     """Return a stored tensor times the gain, then rotated block by block."""
-    last = np.moveaxis(np.asarray(value), turn.axis, -1)
+    last = np.moveaxis(np.asarray(value), tensor.axis, -1)
     rows = last.reshape(-1, last.shape[-1])
     result = np.empty(rows.shape, np.float32 if value.dtype != np.float64 else np.float64)
-    places = np.flatnonzero(turn.ids.reshape(-1) >= 0)
+    places = np.flatnonzero(tensor.ids.reshape(-1) >= 0)
     step = max(_AT_ONCE // rows.shape[-1], 1)
     for start in range(0, len(rows), step):
         part = rows[start : start + step].astype(np.float64)
@@ -116,5 +108,4 @@ def _turned(value: Stored, turn: Turn, rotation: Floats, gain: Floats | None) ->
         blocks = part[:, places].reshape(len(part), -1, len(rotation)) @ rotation
         part[:, places] = blocks.reshape(len(part), -1)
         result[start : start + step] = part
-    turned: npt.NDArray[np.float32] = np.moveaxis(result.reshape(last.shape), -1, turn.axis)
-    return turned
+    return np.moveaxis(result.reshape(last.shape), -1, tensor.axis)

@@ -1,7 +1,8 @@
-"""Channel maps: the channel of a scaling that each element of a tensor belongs to, and how ops change the map.
+"""Channel maps: the channel of a group that each element of a tensor belongs to, as arrays of ids.
 
 The map of a tensor is an int64 array of the same rank that broadcasts to its shape: the id of the channel at each
-element, with size 1 along every axis on which the channel does not depend.
+element, with size 1 along every axis on which the channel does not depend. In the map of a rotation, -1 is an element
+that stays as it is.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,20 @@ def along(ids: npt.NDArray[np.int64], axis: int, rank: int) -> Ids:
     return ids.reshape([-1 if i == axis % rank else 1 for i in range(rank)])
 
 
-def vector(ids: Ids, axis: int) -> Ids | None:
-    """Return the channels along an axis, [n], or None where they depend on another axis as well."""
-    rest = prod(size for i, size in enumerate(ids.shape) if i != axis % ids.ndim)
-    return ids.reshape(-1) if rest == 1 else None
-
-
 def varies(ids: Ids, axis: int) -> bool:
     """Return whether the channel depends on an axis."""
     return bool(ids.shape[axis] != 1)
+
+
+def channel_axis(ids: Ids) -> int | None:
+    """Return the one axis along which the channel varies; None if there is none, or several."""
+    axes = [axis for axis in range(ids.ndim) if varies(ids, axis)]
+    return axes[0] if len(axes) == 1 else None
+
+
+def channels_along(ids: Ids, axis: int) -> Ids | None:
+    """Return the channels along an axis, [n]; None where they vary along others too, or not along this one."""
+    return ids.reshape(-1) if channel_axis(ids) == axis % ids.ndim else None
 
 
 def reshape(ids: Ids, before: Shape, after: Shape) -> Ids | None:

@@ -1,1 +1,0 @@
-"""Exact rotations of a residual stream: where a graph allows them, and the stored tensors that they change."""
