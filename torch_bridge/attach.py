@@ -31,8 +31,8 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
         if quantizer is None:
             continue
         decision = quantizer.decision
-        quantizer.keeps_result = decision.site not in runtime.overwritten
-        quantizer.copies_input = decision.site in runtime.aliased
+        quantizer.keeps_result = decision.site not in runtime.written.overwritten
+        quantizer.copies_input = decision.site in runtime.written.aliased
         if decision.tied_to is not None:
             quantizer.tied_to = _required_quantizer(runtime, decision.tied_to)
         if decision.bias_of is not None:

@@ -2,8 +2,9 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,28 +13,30 @@ from torch import Tensor, nn
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ModelError
-from qsdk.core.site import site_name
+from qsdk.core.site import owner_of, port_of, site_name
 from torch_bridge.folding.batch_norm import Fold, apply_fold, output_statistics_of, statistics_of
 from torch_bridge.folding.computed_weights import ComputedTensor, fold_computed_tensors
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, trainable_norm_of
-from torch_bridge.sites.calls import RecordedCall, lines_of_ambiguous_calls
+from torch_bridge.sites.calls import RecordedCall, TrainingCalls, Visitor
 from torch_bridge.sites.runtime import Runtime
+from torch_bridge.sites.runtime_state import WrittenSites
 from torch_bridge.torch_values.batches import Example, as_example, as_step, require_whole_caches
 from torch_bridge.torch_values.module_state import (
     Attributes,
     attributes_of,
+    emptied_attributes,
     find_caches,
     rebuild,
     restore_contents,
+    restoring_state,
     tensors_in,
 )
 from torch_bridge.torch_values.pytree import input_names, leaves_of, map_leaves, tensors_of
-from torch_bridge.tracing.alias_check import require_traceable_writes
 from torch_bridge.tracing.dynamic_shapes import plain_shapes
 from torch_bridge.tracing.export_errors import OutputForm, error_in_compiled_part, output_forms
-from torch_bridge.tracing.training_path import record_training_path, set_training_path
+from torch_bridge.tracing.trace import Trace, trace_marked
 from torch_bridge.training.training import restore_modes
-from torch_bridge.wrapping.dataflow import record_dataflow
+from torch_bridge.wrapping.dataflow import WrittenStateError, record_dataflow
 from torch_bridge.wrapping.find_folds import find_folds
 from torch_bridge.wrapping.own_forward import drop_autocast, is_dispatched, require_copied_forwards, undispatched
 from torch_bridge.wrapping.wrapped_state import is_wrapped, state_of
@@ -166,11 +169,12 @@ def _fold_and_wrap(
         state_of(own.get_submodule(fold.norm)).without_norm = fold.has_own_forward
     wrap_trainable_norms(own, tuple(trainable))
     aliases = dataflow.aliases
-    runtime.views, runtime.write_back = frozenset(aliases.views), frozenset(aliases.read_again)
-    runtime.writes_inputs, runtime.aliased = aliases.inputs, runtime.write_back | dataflow.aliased
+    runtime.writes_inputs = aliases.inputs
     # what was written over a BatchNorm's result is now written over that of the layer it is folded into
     layers = {site_name(fold.norm_op, "output"): site_name(fold.op, "output") for fold in folds}
-    runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
+    overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
+    write_back = frozenset(aliases.read_again)
+    runtime.written = WrittenSites(frozenset(aliases.views), write_back, overwritten, write_back | dataflow.aliased)
     names = (
         *input_names(own.forward, given.args),
         *(name for name, x in given.kwargs.items() if tensors_of(x, caches=True)),
@@ -178,7 +182,7 @@ def _fold_and_wrap(
     runtime.has_cache = given.has_cache
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     if dataflow.writes:
-        require_traceable_writes(runtime, lambda: tensors_of(run_example(own, given)), dataflow.writes)
+        _require_traceable_writes(runtime, lambda: tensors_of(run_example(own, given)), dataflow.writes)
     sites, outputs, calls, failed = _learn_paths(own, runtime, given, attributes)
     folded = tuple(fold.norm for fold in folds)
     notes = {
@@ -204,7 +208,7 @@ def _learn_paths(
     Returns:
         The sites of eval mode, its outputs and calls, and why train mode could not be run, if so.
     """
-    training = record_training_path(own, runtime, lambda: run_example(own, given))
+    training = _record_training_path(own, runtime, lambda: run_example(own, given))
     for (module, name), image in training.emptied.items():
         vars(module)[name] = rebuild(image)
     if training.emptied:
@@ -212,12 +216,83 @@ def _learn_paths(
             run_example(own, given)
     with runtime.in_phase("float"):
         runtime.caches = find_caches(own, {**empty, **training.emptied}, lambda: run_example(own, given))
-    runtime.recorded_calls = []
-    sites, outputs = record_sites(own, runtime, given)
-    calls, runtime.recorded_calls = runtime.recorded_calls, None
-    runtime.source_lines = lines_of_ambiguous_calls({call.name: call.source_line for call in calls})
-    set_training_path(runtime, calls, dict.fromkeys(sites), training)
+    with runtime.calls.recording() as calls:
+        sites, outputs = record_sites(own, runtime, given)
+    runtime.calls.set_example(calls)
+    if training.failed:
+        runtime.written_in_training = dict(training.written)
+    else:
+        _set_training_path(runtime, calls, dict.fromkeys(sites), training)
     return tuple(dict.fromkeys(sites)), outputs, tuple(calls), training.failed
+
+
+@dataclass(frozen=True)
+class TrainingPath:
+    """What one forward pass in train mode has shown.
+
+    Attributes:
+        calls: of modules and ops, in order, numbered as they came.
+        sites: that it reached.
+        overwritten: sites whose tensor is written over.
+        aliased: those of them that are views.
+        emptied: snapshots of the caches that train mode has emptied.
+        failed: why the pass failed; empty where it did not.
+        written: parameters and buffers that it writes and reads -> the line that writes.
+    """
+
+    calls: Sequence[RecordedCall] = ()
+    sites: Sequence[str] = ()
+    overwritten: frozenset[str] = frozenset()
+    aliased: frozenset[str] = frozenset()
+    emptied: Attributes = field(default_factory=dict)
+    failed: str = ""
+    written: Mapping[str, str] = field(default_factory=dict)
+
+
+def _record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> TrainingPath:
+    """Run a wrapped model in train mode once, and restore all but the caches that this empties.
+
+    BatchNorms stay in eval mode: they compute the same ops, and accept no batch of one in train mode.
+    """
+    before = attributes_of(model)
+    emptied: Attributes = {}
+    try:
+        with restoring_state(model), warnings.catch_warnings(), runtime.calls.recording() as calls:
+            warnings.simplefilter("ignore")  # warnings of the user's code make no sense here: nothing is trained
+            model.train()
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase) and not state_of(module).without_norm:
+                    module.training = False
+            dataflow = record_dataflow(model, runtime, run)
+            emptied = emptied_attributes(before, attributes_of(model))
+        overwritten, aliased = frozenset(dataflow.overwritten), frozenset(dataflow.aliased)
+        result = TrainingPath(calls, tuple(dataflow.sites), overwritten, aliased, emptied)
+    except WrittenStateError as error:
+        result = TrainingPath(failed=str(error), written=error.lines)
+    except Exception as error:  # the user's code may raise anything, for missing labels for example
+        result = TrainingPath(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return result
+
+
+def _set_training_path(
+    runtime: Runtime, example: Sequence[RecordedCall], sites: Collection[str], training: TrainingPath
+) -> None:
+    """Set in a runtime the names of training's calls on the example, and the sites that training alone has."""
+    matched = TrainingCalls(example, training.calls)
+    runtime.calls.set_training(matched)
+    reached = [matched.site(site) for site in training.sites]
+    runtime.only_training = {site: _kind(site) for site in reached if site not in sites}
+    written = runtime.written
+    runtime.written = replace(
+        written,
+        overwritten=written.overwritten | {matched.site(site) for site in training.overwritten},
+        aliased=written.aliased | {matched.site(site) for site in training.aliased},
+    )
+
+
+def _kind(site: str) -> str:
+    port = port_of(site)
+    return "activation" if port.startswith("output") else "bias" if port == "bias" else "weight"
 
 
 def record_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[str], Sequence[OutputForm]]:
@@ -230,6 +305,73 @@ def record_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[
 
     with runtime.in_phase("visit", note), torch.no_grad():
         return sites, output_forms(leaves_of(run_example(model, example), caches=example.has_cache))
+
+
+def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
+    """Trace a prepared model; return the trace, and the model with its sites named as in the trace.
+
+    Raises:
+        ExportError: torch cannot trace the model.
+    """
+    runtime = prepared.runtime
+    with runtime.calls.recording() as recorded:
+        traced = trace_marked(prepared.model, runtime, prepared.example, prepared.outputs)
+    # torch may run a model more than once to trace it
+    last = max((index for index, call in enumerate(recorded) if not call.name), default=0)
+    shifted = runtime.calls.set_trace(prepared.calls, recorded[last:])
+    if not shifted:
+        return traced, prepared
+    written, runtime.written = runtime.written, replace(runtime.written, views=frozenset())  # their names will change
+    before, _ = record_sites(prepared.model, runtime, prepared.example)
+    runtime.calls.renumber(shifted)
+    sites, _ = record_sites(prepared.model, runtime, prepared.example)
+    moved = dict(zip(before, sites, strict=True))
+    runtime.written = written.renamed(moved)
+    runtime.calls.rename({owner_of(one): owner_of(other) for one, other in moved.items()})
+    return traced, replace(prepared, eager_sites=tuple(dict.fromkeys(sites)))
+
+
+def _require_traceable_writes(runtime: Runtime, run: Callable[[], list[Tensor]], places: Sequence[str]) -> None:
+    """Compare a pass whose sites return new tensors, as in a trace, with one whose sites return their input.
+
+    Raises:
+        ModelError: a tensor that is written in place is read through a name that the trace does not know.
+    """
+
+    def results(visitor: Visitor) -> list[Tensor]:
+        with runtime.in_phase("visit", visitor), torch.no_grad():
+            return run()
+
+    def same(site: str, x: Tensor) -> Tensor:
+        return x
+
+    def another(site: str, x: Tensor) -> Tensor:
+        return x if isinstance(x, nn.Parameter) else x.clone()
+
+    want = results(same)
+    # two passes of a model that draws random numbers differ anyway
+    if _are_close(want, results(another)) or not _are_close(want, results(same)):
+        return
+    raise ModelError(
+        f"a tensor that is written in place ({'; '.join(dict.fromkeys(places))}) is read through another name in a way "
+        "that cannot be followed, so an exported file would miss what is written; compute a new tensor there with "
+        "torch.cat, torch.where or the op that is not in place"
+    )
+
+
+def _are_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Return whether results are equal, but for the rounding of other kernels."""
+    for a, b in zip(one, other, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.is_floating_point():
+            size = float(a.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+            error = max(torch.finfo(a.dtype).eps * 64, 1e-5)
+            if not torch.allclose(a, b, rtol=error, atol=error * size, equal_nan=True):
+                return False
+        elif not torch.equal(a, b):
+            return False
+    return True
 
 
 def _restore_attributes(attributes: Attributes) -> None:

@@ -217,7 +217,7 @@ def _student(
 
 
 def _keeper(sim: QuantSim, wanted: frozenset[str], seen: dict[str, Tensor]) -> Callable[[str, Tensor], None]:
-    overwritten = sim.runtime.overwritten
+    overwritten = sim.runtime.written.overwritten
 
     def keep(site: str, x: Tensor) -> None:
         if site in wanted:

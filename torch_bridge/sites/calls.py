@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from qsdk.core.errors import ModelError
+from qsdk.core.site import owner_of, port_of, site_name
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
+#: calls of one op or module in one call of a module -> their source lines, in order
+Groups = Mapping[str, Sequence[str]]
 
 
 def call_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
@@ -79,14 +83,6 @@ def _count(counts: dict[str, int], name: str) -> int:
     number = counts.get(name, 0)
     counts[name] = number + 1
     return number
-
-
-class CallNames(Protocol):
-    """The interface of what names calls as a trace does."""
-
-    def name(self, call: str, frame: Frame | None, *, op: bool) -> str:
-        """Return the trace's name of a call that is numbered in the order of calls."""
-        ...
 
 
 class DataflowRecorder(Protocol):
@@ -181,3 +177,227 @@ def require_same_line(call: str, known: str, *, recomputed: bool) -> None:
             "which would take its encodings for those of another call; call qsdk.quantize with an example that takes "
             "the same path, or give the op a module of its own in each branch"
         )
+
+
+def is_recomputing() -> bool:
+    """Return whether a backward pass is running, which calls checkpointed modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class CallNames:
+    """Which call is this: the names of the calls of a sim's model in sites.
+
+    Calls of one op or module are numbered in their order. Where a pass leaves calls out or makes others, their lines of
+    code tell which they are: a trace makes calls that a run leaves out (models drop a mask of ones, unless they are
+    traced), a pass with a cache or with labels takes a path of its own, and train mode has calls that eval mode lacks.
+
+    Attributes:
+        recorded: all calls of a forward pass while they are recorded, else None.
+        differ: whether calls are compared with those on the example, or have other names than their order gives.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[RecordedCall] | None = None
+        self.differ = False
+        self._example_lines: dict[str, str] = {}  # call -> line, for calls that only their line tells apart
+        self._training_lines: dict[str, str] = {}  # the same, for calls named by their order in train mode
+        self._training_names: dict[str, str] = {}  # call by its order in train mode -> name on the example, if another
+        self._as_traced: NumbersByLine | None = None  # where a run leaves out some calls of the trace
+        self._on_own_path: NumbersByLine | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[RecordedCall]]:
+        """Record all calls inside the block, named by their order."""
+        self.recorded = calls = list[RecordedCall]()
+        try:
+            yield calls
+        finally:
+            self.recorded = None
+
+    def name(self, call: str, frame: Frame | None, *, op: bool, phase: Phase, own_path: bool) -> str:
+        """Return the name of a call that is numbered by order; record it, or compare its line with the example's.
+
+        `frame` is the call of the module that makes it, None for the model itself; `own_path` says that this pass may
+        take another path than the example.
+
+        Raises:
+            ModelError: the call is made from another line than on the example.
+        """
+        if self.recorded is not None:
+            self.recorded.append(RecordedCall(call, "" if frame is None else frame.name, op, source_line()))
+            return call
+        training = frame is not None and frame.training
+        if self._on_own_path is not None and own_path and not training:
+            return self._on_own_path.name(call, frame, op=op)
+        if not self.differ:
+            return call
+        has_lines = not torch.compiler.is_compiling()
+        if not training and self._as_traced is not None and phase != "mark" and has_lines:
+            call = self._as_traced.name(call, frame, op=op)
+        lines = self._training_lines if training else self._example_lines
+        if phase == "quantize" and call in lines and has_lines:
+            require_same_line(call, lines[call], recomputed=is_recomputing())
+        return self._training_names.get(call, call) if training else call
+
+    def set_example(self, calls: Sequence[RecordedCall]) -> None:
+        """Compare calls with these of the example, where only their lines tell them apart, in train mode too."""
+        self._example_lines = lines_of_ambiguous_calls({call.name: call.source_line for call in calls})
+        self._training_lines, self.differ = dict(self._example_lines), bool(self._example_lines)
+
+    def set_training(self, matched: "TrainingCalls") -> None:
+        """Name the calls of train mode as those of the example that they were matched with."""
+        self._training_names, self._training_lines = matched.names, matched.source_lines
+        self.differ = bool(self._example_lines or self._training_lines or self._training_names)
+
+    def set_trace(self, ran: Sequence[RecordedCall], traced: Sequence[RecordedCall]) -> dict[str, Sequence[str]]:
+        """Number the calls of passes on paths of their own by the lines of a trace; return the groups to renumber.
+
+        Those are the groups of which the run left calls out; `renumber` makes every pass number them as the trace.
+        """
+        ran_lines, traced_lines = _grouped_lines(ran), _grouped_lines(traced)
+        self._on_own_path = NumbersByLine(traced_lines, ran_lines)
+        return _groups_with_gaps(ran_lines, traced_lines)
+
+    def renumber(self, groups: Groups) -> None:
+        """Number the calls of these groups by their lines, as the trace does."""
+        self._as_traced, self.differ = NumbersByLine(groups), True
+        # the lines of these groups decide the number already, which is another one now
+        self._example_lines = {
+            call: line
+            for call, line in self._example_lines.items()
+            if not {_group_of(call, op=True), _group_of(call, op=False)} & groups.keys()
+        }
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give calls of the example, and those of train mode that are the same, other names."""
+        self._training_names = {**names, **{call: names.get(name, name) for call, name in self._training_names.items()}}
+
+
+class NumbersByLine:
+    """The numbers of calls by their source line, for the groups of calls of which a run leaves some out.
+
+    Args:
+        groups: the calls of the trace.
+        others: the calls of a run, which count where they are made from lines that the trace does not have.
+    """
+
+    def __init__(self, groups: Groups, others: Groups | None = None) -> None:
+        self._numbers: dict[str, dict[str, list[int]]] = {}
+        self._count: dict[str, int] = {}  # calls in a group
+        for calls in (groups, others or {}):
+            for group, places in calls.items():
+                known = self._numbers.setdefault(group, {})
+                before = frozenset(known)
+                for number, where in enumerate(places):
+                    if where not in before:
+                        known.setdefault(where, []).append(number)
+                self._count[group] = max(self._count.get(group, 0), len(places))
+
+    def name(self, call: str, frame: Frame | None, *, op: bool) -> str:
+        """Return the name of a call in the trace; a call at an unknown line gets a number that no other has."""
+        group = _group_of(call, op=op)
+        known = self._numbers.get(group)
+        if known is None or frame is None or (not op and self._count[group] == 1):
+            return call
+        where = source_line()
+        numbers = known.get(where, [])
+        seen = f"{group} at {where}" if numbers else f"{group} elsewhere"
+        nth = frame.count_op(seen) if op else frame.count_call(seen)
+        number = numbers[nth] if nth < len(numbers) else self._count[group] + nth
+        if op:
+            return f"{group}.{number}"
+        return f"{group}@{number}" if number else group
+
+
+def _group_of(call: str, *, op: bool) -> str:
+    return re.sub(r"\.\d+$" if op else r"@\d+$", "", call)
+
+
+def grouped_calls(calls: Iterable[RecordedCall]) -> dict[str, list[RecordedCall]]:
+    """Return the calls of the same op or module in one call of a module, in order."""
+    result: dict[str, list[RecordedCall]] = {}
+    for call in calls:
+        result.setdefault(_group_of(call.name, op=call.op), []).append(call)
+    return result
+
+
+def _grouped_lines(calls: Iterable[RecordedCall]) -> dict[str, list[str]]:
+    return {group: [call.source_line for call in same] for group, same in grouped_calls(calls).items()}
+
+
+def _groups_with_gaps(ran: Groups, traced: Groups) -> dict[str, Sequence[str]]:
+    """Return the groups of which the trace makes all calls that a run makes, and others at other lines."""
+    result = {}
+    for group, lines in traced.items():
+        ran_lines = ran.get(group, ())
+        has_gaps = 0 < len(ran_lines) < len(lines) and all(
+            ran_lines.count(where) <= lines.count(where) for where in ran_lines
+        )
+        if has_gaps and len(set(lines)) > 1:
+            result[group] = lines
+    return result
+
+
+class TrainingCalls:
+    """The calls of a pass in train mode, matched with those of the example.
+
+    A call is matched with the one from the same line of code. Of the rest, modules match in order, and so do ops if
+    there are as many. A call that matches nothing gets one of the numbers that follow.
+
+    Attributes:
+        names: call as it is numbered in training -> its name, where they differ.
+        source_lines: call as it is numbered in training -> line of code, where only that distinguishes it.
+    """
+
+    def __init__(self, example: Sequence[RecordedCall], training: Sequence[RecordedCall]) -> None:
+        self.names: dict[str, str] = {}
+        self.source_lines: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
+        known = grouped_calls(example)
+        for group, calls in grouped_calls(training).items():
+            self._match(group, calls, known)
+
+    def site(self, site: str) -> str:
+        """Return the name of a site that the pass has reached."""
+        owner = owner_of(site)
+        if owner in self._name_of:
+            return site_name(self._name_of[owner], port_of(site))
+        frame, slash, op = owner.rpartition("/")
+        return site_name(f"{self._name_of[frame]}/{op}", port_of(site)) if slash and frame in self._name_of else site
+
+    def _match(self, group: str, calls: Sequence[RecordedCall], known: Mapping[str, Sequence[RecordedCall]]) -> None:
+        parent = calls[0].parent
+        start = self._name_of.get(parent, parent)
+        own = start + group[len(parent) :]
+        known_calls = known.get(own, ())
+        names = _match_names(known_calls, calls)
+        number = len(known_calls)
+        told_apart = len({call.source_line for call in (*calls, *known_calls)}) > 1
+        for call, paired in zip(calls, names, strict=True):
+            name = paired
+            if name is None:
+                mark = "." if call.op else "@"
+                name = f"{own}{mark}{number}" if call.op or number else own
+                number += 1
+            self._name_of[call.name] = name
+            key = start + call.name[len(parent) :]
+            if key != name:
+                self.names[key] = name
+            if told_apart:
+                self.source_lines[key] = call.source_line
+
+
+def _match_names(known_calls: Sequence[RecordedCall], calls: Sequence[RecordedCall]) -> list[str | None]:
+    """Return, for each call in training, the name of the matching call of the example, or None."""
+    unmatched = list(known_calls)
+    result: list[str | None] = []
+    for call in calls:
+        same = next((one for one in unmatched if one.source_line == call.source_line), None)
+        result.append(None if same is None else same.name)
+        if same is not None:
+            unmatched.remove(same)
+    missing = [i for i, name in enumerate(result) if name is None]
+    if not calls[0].op or len(missing) == len(unmatched):
+        for i, one in zip(missing, unmatched, strict=False):
+            result[i] = one.name
+    return result

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
-from torch_bridge.quantizers.marks import mark
 from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sites.attention import decomposition_of
-from torch_bridge.sites.calls import Frame, RecordedCall, call_arguments, call_name, require_same_line, source_line
-from torch_bridge.sites.export_forms import export_form
+from torch_bridge.sites.calls import Frame, call_arguments, call_name
 from torch_bridge.sites.functional import (
     computes_floats,
     op_name,
@@ -31,7 +29,6 @@ from torch_bridge.sites.functional import (
 from torch_bridge.sites.runtime_state import (
     LossInputs,
     RuntimeState,
-    is_recomputing,
     is_recording_gradients,
     moves_values_only,
     op_of_site,
@@ -41,36 +38,16 @@ from torch_bridge.sites.runtime_state import (
 )
 from torch_bridge.torch_values.parameters import packed_rows
 from torch_bridge.torch_values.pytree import MOVES
+from torch_bridge.workarounds.export_forms import export_form
+from torch_bridge.workarounds.script_functions import run_scripted_as_python_within
 
 
 class Runtime(RuntimeState):
     """The object that all wrapped modules of a sim share: it names their calls and runs their sites."""
 
     def name_call(self, call: str, frame: Frame | None, *, op: bool = True) -> str:
-        """Return the name of a call in sites; record its source line, or compare it with that on the example.
-
-        Args:
-            call: name by the order of calls.
-            frame: the call of the module that makes it; None for the model itself.
-            op: whether an op is called, rather than a module.
-
-        Raises:
-            ModelError: the call is made from another line than on the example.
-        """
-        if self.recorded_calls is not None:
-            self.recorded_calls.append(RecordedCall(call, "" if frame is None else frame.name, op, source_line()))
-            return call
-        training = frame is not None and frame.training
-        if self.numbers_by_line is not None and self.takes_own_path and not training:
-            return self.numbers_by_line.name(call, frame, op=op)
-        if not self.tracks_calls:
-            return call
-        if not training and self.call_names is not None and self.phase != "mark" and not torch.compiler.is_compiling():
-            call = self.call_names.name(call, frame, op=op)
-        places = self.training_lines if training else self.source_lines
-        if self.phase == "quantize" and call in places and not torch.compiler.is_compiling():
-            require_same_line(call, places[call], recomputed=is_recomputing())
-        return self.training_names.get(call, call) if training else call
+        """Return the name of a call in sites, see `CallNames.name`."""
+        return self.calls.name(call, frame, op=op, phase=self.phase, own_path=self.takes_own_path)
 
     def exported_site(self, site: str) -> str | None:
         """Return a site, or None if only training has it, so that it is in no exported file."""
@@ -108,7 +85,7 @@ class Runtime(RuntimeState):
         frame = Frame(paths[0], call_name(parent, paths), leaf, training=training)
         if parent is not None:
             frame.calls = parent.calls
-        if self.tracks_calls or self.takes_own_path or self.recorded_calls is not None:
+        if self.calls.differ or self.takes_own_path or self.calls.recorded is not None:
             frame.name = self.name_call(frame.name, parent, op=False)
         if is_recording_gradients():
             frame.recording, frame.hook = True, saved_tensors_hook()
@@ -117,8 +94,9 @@ class Runtime(RuntimeState):
         if narrow_type is not None:
             forward = functools.partial(run_narrow, narrow_type, frame, forward)
         try:
-            if leaf and self.loss_inputs is not None and self.is_of_loss(frame.name, frame, args, kwargs):
-                return self.loss_inputs.add_result(
+            loss_inputs = self.now.loss_inputs if leaf else None
+            if loss_inputs is not None and self.is_of_loss(frame.name, frame, args, kwargs):
+                return loss_inputs.add_result(
                     forward(*args, **kwargs), self.exported_site(site_name(frame.name, "output")), self.quantizers
                 )
             if ceiling is not None and (relu_result := self.quantize_relu(frame.name, ceiling, args)) is not None:
@@ -189,7 +167,7 @@ class Runtime(RuntimeState):
         Raises:
             ModelError: the plan does not know the site.
         """
-        if not x.is_floating_point() or self.phase == "float" or site in self.views:
+        if not x.is_floating_point() or self.phase == "float" or site in self.written.views:
             return x
         frame, self.frame = self.frame, None
         try:
@@ -268,7 +246,7 @@ class Runtime(RuntimeState):
         """Return the result of a ReLU quantized by one operation, or None where that takes two."""
         site = site_name(owner, "output")
         quantizer = self.quantizers.get(site) if self.phase == "quantize" else None
-        if quantizer is None or len(args) != 1 or site in self.write_back or not self._can_bypass_mode():
+        if quantizer is None or len(args) != 1 or site in self.written.write_back or not self._can_bypass_mode():
             return None
         frame, self.frame = self.frame, None
         try:
@@ -291,7 +269,7 @@ class Runtime(RuntimeState):
         try:
             if self.recorder is not None:
                 return self.emit(site, self.recorder.after_write(site, x))
-            written = site in self.write_back and self.quantizers.get(site) is not None
+            written = site in self.written.write_back and self.quantizers.get(site) is not None
             trained = written and torch.is_grad_enabled() and x.requires_grad
             if trained and keeps_result(x):
                 raise ModelError(
@@ -299,7 +277,7 @@ class Runtime(RuntimeState):
                     "write y = op(x) and read y, or use the op that is not in place"
                 )
             result = self.emit(site, x.clone() if trained else x)  # the quantizer keeps what it is given for gradients
-            return result if site not in self.write_back or result is x else x.copy_(result)
+            return result if site not in self.written.write_back or result is x else x.copy_(result)
         finally:
             self.frame = frame
 
@@ -310,11 +288,12 @@ class Runtime(RuntimeState):
             ModelError: the plan does not know the site.
         """
         if site not in self.quantizers:
-            if self.loss_inputs is not None and moves_values_only(site):
+            loss_inputs = self.now.loss_inputs
+            if loss_inputs is not None and moves_values_only(site):
                 return x
-            if self.reads_cache and op_of_site(site) in MOVES:
+            if self.now.reads_cache and op_of_site(site) in MOVES:
                 return x  # cached values are on their grid already
-            has = "" if self.loss_inputs is None else f" and has {self.loss_inputs.names}"
+            has = "" if loss_inputs is None else f" and has {loss_inputs.names}"
             raise ModelError(
                 f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "
                 f"that takes the same path through the model{has}"
@@ -351,7 +330,7 @@ class SiteMode(TorchFunctionMode):
         if func is F.linear and frame is not None and self.runtime.phase in ("quantize", "visit"):
             args, kwargs = with_one_rounding(args, kwargs)
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
-            loss_inputs, own_path = self.runtime.loss_inputs, self.runtime.takes_own_path
+            loss_inputs, own_path = self.runtime.now.loss_inputs, self.runtime.takes_own_path
             parts = decomposition_of(
                 func, self.runtime.read_packed, self.runtime.run_as_one_op, self.runtime.round_projected
             )
@@ -426,23 +405,21 @@ class SiteMode(TorchFunctionMode):
         return result
 
 
+def mark(x: Tensor, site: str) -> Tensor:
+    """Write a site's name into the graph being exported: a node `qsdk::Quantizer(x){key=site}`.
+
+    It has an attribute `dtype` where the tensor is not float32.
+    """
+    facts: dict[str, Any] = (
+        {"key": site} if x.dtype == torch.float32 else {"key": site, "dtype": str(x.dtype).removeprefix("torch.")}
+    )
+    return torch.onnx.ops.symbolic("qsdk::Quantizer", (x,), facts, dtype=x.dtype, shape=x.shape, version=1)
+
+
 def keeps_result(x: Tensor) -> bool:
     """Return whether the op that made a tensor computes gradients from the values that it has left there."""
     kept = (getattr(x.grad_fn, name) for name in dir(x.grad_fn) if name.startswith("_saved_"))
     return any(isinstance(value, Tensor) and value.data_ptr() == x.data_ptr() for value in kept)
 
 
-def _run_script_function(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run what `torch.jit.script` compiled; in a sim as the Python that it was made of, whose ops have sites.
-
-    torch.export and torch.compile do so too; the compiled code calls no mode.
-    """
-    python = getattr(function, "_torchdynamo_inline", None)  # None: loaded from a file
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if python is None or not any(isinstance(mode, SiteMode) for mode in modes):
-        return _COMPILED_CALL(function, *args, **kwargs)
-    return python(*args, **kwargs)
-
-
-_COMPILED_CALL: Any = torch.jit.ScriptFunction.__call__
-torch.jit.ScriptFunction.__call__ = _run_script_function  # type: ignore[method-assign, assignment]
+run_scripted_as_python_within(SiteMode)

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,7 @@ from qsdk.core.errors import ModelError
 from qsdk.core.shared_folder import OwnLock
 from qsdk.core.site import owner_of, site_name
 from torch_bridge.quantizers.quantizer import Quantizer
-from torch_bridge.sites.calls import CallNames, DataflowRecorder, Frame, Phase, RecordedCall, Visitor
+from torch_bridge.sites.calls import CallNames, DataflowRecorder, Frame, Phase, Visitor, is_recomputing
 from torch_bridge.torch_values.module_state import Cache
 from torch_bridge.torch_values.pytree import is_cache, map_leaves, tensors_of
 
@@ -31,11 +32,6 @@ def saved_tensors_hook() -> Any:
     """Return the hook that now saves tensors for the backward pass; each checkpoint has its own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
-
-
-def is_recomputing() -> bool:
-    """Return whether a backward pass is running, which calls checkpointed modules again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def refuse_unreachable_site(path: str, hook: Any, site: str) -> None:
@@ -75,7 +71,7 @@ def refuse_reused(path: str) -> None:
     Raises:
         ModelError: its recomputation cannot know which of the calls it repeats.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if is_recomputing():
         raise ModelError(
             f"{path} is called several times in one forward pass, so its recomputation cannot tell its sites apart; "
             "checkpoint the module that calls it instead"
@@ -149,14 +145,50 @@ def op_of_site(site: str) -> str:
     return owner_of(site).rpartition("/")[2].partition(".")[0]
 
 
-class _Pass(threading.local):
-    """The forward pass of one thread."""
+@dataclass(eq=False)
+class ForwardPass:
+    """Where a forward pass is.
+
+    Attributes:
+        frame: the innermost running call; None outside of a pass.
+        loss_inputs: the tensors of inputs that the example did not have, if the pass has any.
+        reads_cache: whether it is a step with a cache of keys and values. Such a pass leaves calls out and makes
+            others, from lines of their own, that only move cached values.
+        runs: whether the pass has begun.
+        acts_for: id of the thread on whose behalf it runs.
+    """
 
     frame: Frame | None = None
     loss_inputs: LossInputs | None = None
     reads_cache: bool = False
     runs: bool = False
     acts_for: int | None = None
+
+
+class _PassOfThread(threading.local, ForwardPass):
+    """The forward pass of one thread."""
+
+
+@dataclass(frozen=True)
+class WrittenSites:
+    """The sites of a model that share memory with what is written in place.
+
+    Attributes:
+        views: of views that share memory with a tensor that is written later; they are not quantized.
+        write_back: of in-place ops whose tensor is read again by its old name.
+        overwritten: whose tensor is written over after it was quantized.
+        aliased: whose tensor is given out under another name too, by which it is written over later.
+    """
+
+    views: frozenset[str] = frozenset()
+    write_back: frozenset[str] = frozenset()
+    overwritten: frozenset[str] = frozenset()
+    aliased: frozenset[str] = frozenset()
+
+    def renamed(self, names: Mapping[str, str]) -> "WrittenSites":
+        """Return the same sites by other names."""
+        parts = (self.views, self.write_back, self.overwritten, self.aliased)
+        return WrittenSites(*(frozenset(names.get(site, site) for site in part) for part in parts))
 
 
 class RuntimeState:
@@ -170,10 +202,7 @@ class RuntimeState:
         visitor: called in the phase `visit` with (site, tensor); returns the tensor to go on with.
         visitor_quantizes: whether it does what the phase `quantize` does, and more.
         recorder: notified of every torch function and every write in place while the dataflow is recorded.
-        views: sites of views that share memory with a tensor that is written later; they are not quantized.
-        write_back: sites of in-place ops whose tensor is read again by its old name.
-        overwritten: sites whose tensor is written over after it was quantized.
-        aliased: sites whose tensor is given out under another name too, by which it is written over later.
+        written: the sites that share memory with what is written in place.
         marked: the sites written into the graph by the last `mark` phase.
         reused_modules: paths of the modules that one forward pass calls more than once.
         attention_modules: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
@@ -185,14 +214,8 @@ class RuntimeState:
         has_cache: whether a cache of keys and values is among them.
         batch_norms: paths of folded BatchNorms whose own forwards use the statistics of the batch in train mode.
         writes_inputs: whether the model writes over its inputs.
-        source_lines: call -> line of the user's code, for calls that only their line tells apart.
-        recorded_calls: all calls of a forward pass while they are recorded, else None.
-        call_names: names calls as the trace does, where a run leaves out some calls of the trace.
-        numbers_by_line: names calls by their lines, for forward passes that read a cache of keys and values.
-        training_names: name of a call by its order in train mode -> its name on the example, where they differ.
-        training_lines: as `source_lines`, for calls named by their order in train mode.
+        calls: which call of the example a call is.
         written_in_training: tensors that a forward pass in train mode writes and reads -> the line that writes.
-        tracks_calls: whether calls are compared with those on the example at all.
         only_training: site -> kind, for sites that only train mode has; they stay float.
         caches: attributes in which modules cache values computed from their parameters in eval mode.
         cache_lock: held by the thread that runs a model with caches.
@@ -206,10 +229,7 @@ class RuntimeState:
         self.visitor: Visitor | None = None
         self.visitor_quantizes = False
         self.recorder: DataflowRecorder | None = None
-        self.views: frozenset[str] = frozenset()
-        self.write_back: frozenset[str] = frozenset()
-        self.overwritten: frozenset[str] = frozenset()
-        self.aliased: frozenset[str] = frozenset()
+        self.written = WrittenSites()
         self.marked: list[str] = []
         self.reused_modules: frozenset[str] = frozenset()
         self.attention_modules: frozenset[str] = frozenset()
@@ -221,63 +241,30 @@ class RuntimeState:
         self.has_cache = False
         self.batch_norms: set[str] = set()
         self.writes_inputs = False
-        self.source_lines: dict[str, str] = {}
-        self.recorded_calls: list[RecordedCall] | None = None
-        self.call_names: CallNames | None = None
-        self.numbers_by_line: CallNames | None = None
-        self.training_names: dict[str, str] = {}
-        self.training_lines: dict[str, str] = {}
+        self.calls = CallNames()
         self.written_in_training: dict[str, str] = {}
-        self.tracks_calls = False
         self.only_training: dict[str, str] = {}
         self.caches: tuple[Cache, ...] = ()
         self.cache_lock = OwnLock()
         self.owner_thread: int | None = None
         self._forwards: dict[int, int] = {}  # thread in the middle of a forward pass -> thread it acts for
         self._turn = OwnLock()
-        self._pass = _Pass()
-        self._compiled_frame: Frame | None = None  # torch.compile cannot trace a thread-local value
-        self._compiled_loss_inputs: LossInputs | None = None
-        self._compiled_reads_cache = False
+        self._pass = _PassOfThread()
+        self._compiled_pass = ForwardPass()  # torch.compile cannot trace a thread-local value
+
+    @property
+    def now(self) -> ForwardPass:
+        """Return where this thread's forward pass is."""
+        return self._compiled_pass if torch.compiler.is_compiling() else self._pass
 
     @property
     def frame(self) -> Frame | None:
         """Return the innermost running call of this thread's forward pass; None outside of one."""
-        return self._compiled_frame if torch.compiler.is_compiling() else self._pass.frame
+        return self.now.frame
 
     @frame.setter
     def frame(self, frame: Frame | None) -> None:
-        if torch.compiler.is_compiling():
-            self._compiled_frame = frame
-        else:
-            self._pass.frame = frame
-
-    @property
-    def loss_inputs(self) -> LossInputs | None:
-        """Return the tensors of inputs that the example did not have, if this thread's forward pass has any."""
-        return self._compiled_loss_inputs if torch.compiler.is_compiling() else self._pass.loss_inputs
-
-    @loss_inputs.setter
-    def loss_inputs(self, loss_inputs: LossInputs | None) -> None:
-        if torch.compiler.is_compiling():
-            self._compiled_loss_inputs = loss_inputs
-        else:
-            self._pass.loss_inputs = loss_inputs
-
-    @property
-    def reads_cache(self) -> bool:
-        """Return whether this thread's forward pass is a step with a cache of keys and values.
-
-        Such a pass leaves calls out and makes others, from lines of their own, that only move cached values.
-        """
-        return self._compiled_reads_cache if torch.compiler.is_compiling() else self._pass.reads_cache
-
-    @reads_cache.setter
-    def reads_cache(self, reads: bool) -> None:
-        if torch.compiler.is_compiling():
-            self._compiled_reads_cache = reads
-        else:
-            self._pass.reads_cache = reads
+        self.now.frame = frame
 
     @property
     def takes_own_path(self) -> bool:
@@ -295,7 +282,7 @@ class RuntimeState:
         if self.phase != "quantize" or self.is_input(name) or is_cache(value):
             return False
         # beside a cache, a model gets the positions and the mask of the step, and what its encoder has returned
-        reads = isinstance(value, Tensor) and value.is_floating_point() if self.reads_cache else True
+        reads = isinstance(value, Tensor) and value.is_floating_point() if self.now.reads_cache else True
         return reads and bool(tensors_of(value))
 
     def is_of_loss(self, owner: str, frame: Frame, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
@@ -303,16 +290,17 @@ class RuntimeState:
 
         One that is, made from the same line, reads a mask or positions that were left out of the example.
         """
-        if self.loss_inputs is None or not self.loss_inputs.is_read_by(args, kwargs):
+        loss_inputs = self.now.loss_inputs
+        if loss_inputs is None or not loss_inputs.is_read_by(args, kwargs):
             return False
         known = self.takes_own_path and not frame.training and site_name(owner, "output") in self.quantizers
-        return not known or self.loss_inputs.reads_floats(args, kwargs)
+        return not known or loss_inputs.reads_floats(args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pass"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pass=_Pass(), owner_thread=None, _forwards={})
+        self.__dict__.update(state, _pass=_PassOfThread(), owner_thread=None, _forwards={})
 
     @property
     def thread(self) -> int:
@@ -359,7 +347,7 @@ class RuntimeState:
             ModelError: another thread has set a phase.
         """
         elsewhere = self.owner_thread not in (None, self.thread)
-        if elsewhere and torch._C._current_graph_task_id() == -1:  # a backward pass has threads of its own
+        if elsewhere and not is_recomputing():  # a backward pass has threads of its own
             raise ModelError(
                 f"another thread calibrates, tunes or traces the sim (phase {self.phase}), so this one cannot run it; "
                 "run it when that has ended, or give the threads copies of the sim made before"

@@ -33,7 +33,6 @@ from torch_bridge.torch_values.pytree import (
     map_leaves,
     name_leaves,
 )
-from torch_bridge.tracing.decompositions import single_nodes_decomposed
 from torch_bridge.tracing.dynamic_shapes import Axes, batch_axes, named_axes
 from torch_bridge.tracing.export_errors import (
     OutputForm,
@@ -44,8 +43,7 @@ from torch_bridge.tracing.export_errors import (
     require_same_outputs,
     require_tensors,
 )
-from torch_bridge.tracing.known_values import known_values_taken
-from torch_bridge.tracing.operator_library import operators_read_once
+from torch_bridge.workarounds.exporter_speed import known_values_taken, operators_read_once, single_nodes_decomposed
 from torch_bridge.wrapping.wrapped_state import is_wrapped
 
 LARGE = 4096  # a constant of more elements is referred to by name

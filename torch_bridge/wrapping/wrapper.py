@@ -184,7 +184,7 @@ class _QuantizedModule(nn.Module):
             runtime.ddp = require_synchronized(self, runtime.ddp)
         names = input_names(inner, args)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        runtime.reads_cache = runtime.has_cache or any(is_cache(value) for value in given.values())
+        runtime.now.reads_cache = runtime.has_cache or any(is_cache(value) for value in given.values())
         loss_inputs = own_tensors({name: x for name, x in given.items() if runtime.is_loss_input(name, x)})
         given |= loss_inputs | {
             name: quantize_input(runtime, name, x)
@@ -194,11 +194,11 @@ class _QuantizedModule(nn.Module):
         # surplus arguments are passed on, because the model's own error says best what is wrong
         args, kwargs = (*(given[name] for name in names), *args[len(names) :]), {name: given[name] for name in kwargs}
         state = state_of(self)
-        runtime.loss_inputs = LossInputs(loss_inputs) if loss_inputs else None
+        runtime.now.loss_inputs = LossInputs(loss_inputs) if loss_inputs else None
         try:
             return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs, training=self.training)
         finally:
-            runtime.loss_inputs, runtime.reads_cache = None, False
+            runtime.now.loss_inputs, runtime.now.reads_cache = None, False
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode, but leave a BatchNorm with frozen statistics in eval mode."""

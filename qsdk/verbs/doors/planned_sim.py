@@ -4,8 +4,7 @@ from onnx_backend.opening.from_trace import open_traced
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.planning.make_plan import make_plan
 from torch_bridge.attach import compare_sites
-from torch_bridge.numbering import trace_and_number
-from torch_bridge.prepare import PreparedModel
+from torch_bridge.prepare import PreparedModel, trace_and_number
 from torch_bridge.sim import QuantSim
 
 

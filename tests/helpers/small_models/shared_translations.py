@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_bridge.tracing.operator_library import operators_read_once
+from torch_bridge.workarounds.exporter_speed import operators_read_once
 
 LARGEST = 2**20  # elements of the state of a program whose translation is kept
 _OPS_OF_TORCH = {"aten", "prim", "prims", "onnx_symbolic", "higher_order"}

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import qsdk
-from torch_bridge.tracing import decompositions, trace
-from torch_bridge.tracing.functional_graph import make_functional
+from torch_bridge.tracing import trace
+from torch_bridge.workarounds import exporter_speed
+from torch_bridge.workarounds.exporter_speed import make_functional
 
 
 class Composed(nn.Module):
@@ -163,7 +164,7 @@ class SplitAt(nn.Module):
 def test_a_node_that_cannot_be_decomposed_by_itself_takes_torchs_own_way():
     x = torch.randn(3, 4)
     program = torch.export.export(SplitAt(), (x,), strict=False)
-    with decompositions.single_nodes_decomposed(), torch.no_grad():
+    with exporter_speed.single_nodes_decomposed(), torch.no_grad():
         made = torch.onnx.export(program, dynamo=True, opset_version=21, optimize=False, verbose=False)
     first, second = made(x)
     assert torch.equal(first, x[:, :2])
@@ -174,8 +175,8 @@ def test_a_torch_without_the_functions_takes_its_own_way(monkeypatch):
     class Lacking:
         pass
 
-    monkeypatch.setattr(decompositions, "_NEEDED", ((Lacking, "renamed"),))
-    monkeypatch.setattr(decompositions, "_decompose", lambda *_: pytest.fail("the functions are not there"))
+    monkeypatch.setattr(exporter_speed, "_DECOMPOSING", ((Lacking, "renamed"),))
+    monkeypatch.setattr(exporter_speed, "_decompose", lambda *_: pytest.fail("the functions are not there"))
     traced(InPlace().eval(), torch.randn(2, 3, 5, 5), monkeypatch)
 
 

@@ -118,7 +118,7 @@ def test_ordinary_in_place_ops_train_and_agree_with_the_exported_file(tmp_path):
 @pytest.mark.slow
 def test_in_place_ops_cost_no_copy_where_nothing_reads_the_old_name():
     _, sim = made(Residual)
-    assert sim.runtime.write_back == frozenset()
+    assert sim.runtime.written.write_back == frozenset()
     assert sim.coverage().summary["float"] == 2  # inside Conv+Relu and Add+Relu, and nothing else
 
 

@@ -186,8 +186,8 @@ def test_views_without_writes_keep_their_sites():
             return flat
 
     sim = sim_of(Gated().eval(), X)
-    assert sim.runtime.views == frozenset()
-    assert sim.runtime.write_back == {"sigmoid.0:output"}
+    assert sim.runtime.written.views == frozenset()
+    assert sim.runtime.written.write_back == {"sigmoid.0:output"}
     assert states(sim)["chunk.0:output"] == "tied"
 
 

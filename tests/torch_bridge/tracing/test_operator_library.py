@@ -10,7 +10,7 @@ from torch import nn
 
 import qsdk
 from torch_bridge.tracing import trace
-from torch_bridge.tracing.operator_library import composites, kernels, operators_read_once, registration
+from torch_bridge.workarounds.exporter_speed import composites, kernels, operators_read_once, registration
 
 LOOKED_UP = [
     (registration.onnxscript_apis, "get_torchlib_ops"),

@@ -8,7 +8,7 @@ from edges import road
 from torch import Tensor, nn
 from torch_models import seeded
 
-from torch_bridge.sites.export_forms import export_form
+from torch_bridge.workarounds.export_forms import export_form
 
 
 class Standardizing(nn.Module):

@@ -13,8 +13,8 @@ from torch_models import calibrated, seeded, sim_of
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor
 from qsdk.verbs.quantize import calibrate, check_parity, export, to_integer
-from torch_bridge import numbering
 from torch_bridge.sim import QuantSim
+from torch_bridge.sites import calls as calls_module
 from torch_bridge.sites.calls import Frame
 
 X = seeded(4, 8)
@@ -198,10 +198,10 @@ def test_calls_are_named_by_their_place_where_a_run_leaves_some_out(calls: int, 
 
 
 def test_a_call_at_an_unknown_place_takes_the_number_of_no_other(monkeypatch: pytest.MonkeyPatch):
-    numbers = numbering.NumbersByLine({"add": ["one", "other", "one"]})
+    numbers = calls_module.NumbersByLine({"add": ["one", "other", "one"]})
     frame, made = Frame("", "", leaf=False), []
     for where in ("other", "one", "unknown", "one", "one", "unknown"):
-        monkeypatch.setattr(numbering, "source_line", lambda where=where: where)
+        monkeypatch.setattr(calls_module, "source_line", lambda where=where: where)
         made.append(numbers.name("add.0", frame, op=True))
     assert made[:4] == ["add.1", "add.0", "add.3", "add.2"]
     assert not {"add.0", "add.1", "add.2"} & set(made[4:])
