@@ -129,14 +129,7 @@ def _reused_modules(modules: Mapping[str, nn.Module], sites: Iterable[str]) -> I
 
 
 def compare_sites(eager: Iterable[str], traced: Iterable[str], graph: Iterable[Any]) -> tuple[list[str], list[str]]:
-    """Compare the sites of the eager pass with those of the trace and of the traced graph.
-
-    Returns:
-        The dead sites (their values reach no output) and the sites that the example did not exercise.
-
-    Raises:
-        ModelError: eager code took a path that the trace did not.
-    """
+    """Compare the sites of the eager pass, the trace and its graph; return the dead sites and those not exercised."""
     eager, traced, kept = list(eager), set(traced), set(graph)
     lost = [site for site in eager if site not in traced]
     if lost:

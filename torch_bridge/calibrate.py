@@ -39,9 +39,6 @@ class Observers:
 
     `amin` and `amax` are faster than one `aminmax` on a CPU. A Relu needs only the maximum: its minimum is not below 0,
     and a range contains 0 anyway.
-
-    Attributes:
-        statistics: of the batches that have ended.
     """
 
     def __init__(self, wanted: Mapping[str, Decision], chosen: Estimator) -> None:
@@ -88,11 +85,7 @@ class Observers:
                 self._samples.setdefault(site, []).append((sample, step))
 
     def end_batch(self, number: int) -> None:
-        """Add the batch to the statistics.
-
-        Raises:
-            DataError: NaN or an infinity; names the site and the batch.
-        """
+        """Add the batch to the statistics."""
         for site, *ends in self._channels:
             low, high = (end.float().cpu().numpy() for end in ends)
             require_finite(site, number, low, high)
@@ -192,11 +185,6 @@ def calibrate(
     """Find an encoding for every site of the sim in one float pass over the data.
 
     `gather` returns what every rank passes to it, so that the statistics of all ranks count.
-
-    Raises:
-        ConfigError: an unknown method, or a percentile outside 50..100.
-        DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
-        CalibrationError: a site that the example reached and no batch. In every case the sim stays as it was.
     """
     quantizers = sim.quantizers
     found = calibrate_sites(

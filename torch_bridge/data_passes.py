@@ -35,11 +35,7 @@ def captures(
 
 
 def run_once(sim: QuantSim, batch: Any) -> tuple[dict[str, Array], list[Array]]:
-    """Run a sim on a batch; return input name -> values, and the outputs in order.
-
-    Raises:
-        DataError: the model does not take it.
-    """
+    """Run a sim on a batch; return input name -> values, and the outputs in order."""
     with _noted_inputs(sim) as seen:
         outputs = _run(sim, batch, None, "the example", seen, {})
         return dict(seen), outputs
@@ -84,11 +80,7 @@ def _with_cache(sim: QuantSim, batch: Any) -> Any:
 def outputs(
     sim: QuantSim, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
 ) -> Iterator[list[npt.NDArray[np.float32]]]:
-    """Yield the floating-point outputs of each batch, in order, of the simulation or in float.
-
-    Raises:
-        DataError: a batch that the model does not take.
-    """
+    """Yield the floating-point outputs of each batch, in order, of the simulation or in float."""
     for number, batch in enumerate(batches):
         with eval_mode(sim.model), torch.no_grad(), sim.float_phase() if in_float else nullcontext():
             result = feed(sim.model, batch, sim.example, forward, f"batch {number}")
@@ -139,17 +131,7 @@ def visit_sites(
 ) -> None:
     """Run the float model and call `each(site, values)`, values as float32, batch by batch.
 
-    Args:
-        sim: is left as it is.
-        data: batches.
-        each: the visitor.
-        title: of the progress bar.
-        sites: to be visited; None for all that are computed.
-        forward: calls the model on a batch.
-        progress: show a progress bar.
-
-    Raises:
-        DataError: no data, or data the model does not take.
+    Where `sites` is None, all that are computed are visited.
     """
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
 
@@ -174,17 +156,9 @@ def visit_tensors(
 ) -> list[Tensor]:
     """Return the floating-point outputs of the float model for a batch, with the graph of their gradients.
 
-    Args:
-        sim: is left as it is; its parameters get no gradients.
-        batch: as for `calibrate`.
-        visitor: called as (site, values); its result goes on in their place.
-        forward: calls the model on a batch.
-        where: names the batch in messages.
-        everywhere: also take gradients through what the model runs under `torch.no_grad`. What it does there, such as
-            writing to a tensor that a gradient needs, may be an error with gradients.
-
-    Raises:
-        DataError: the model does not take the batch.
+    What the visitor returns goes on in place of the values, and the sim's parameters get no gradients. With
+    `everywhere`, gradients also go through what the model runs under `torch.no_grad`; what it does there, such as
+    writing to a tensor that a gradient needs, may be an error then.
     """
     through = _Gradients() if everywhere else nullcontext()
     with (

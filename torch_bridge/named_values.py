@@ -26,10 +26,8 @@ class ModuleValues:
     """The tensors of an nn.Module or of its sim: results of modules, and a sim's sites.
 
     A tensor that several modules return (a container that of its last layer, an Identity that of the layer before) is
-    one place with all these names.
-
-    Attributes:
-        arguments: the tensors of the last call, by the names that an exported file gives them.
+    one place with all these names. `arguments` holds the tensors of the last call, by the names that an exported file
+    gives them.
     """
 
     def __init__(self, model: nn.Module | QuantSim, forward: Forward | None) -> None:

@@ -47,17 +47,7 @@ from torch_bridge.wrapping.wrapper import unwrap_model, wrap_model, wrap_trainab
 class PreparedModel:
     """A wrapped model before it is planned.
 
-    Attributes:
-        model: wrapped, in eval mode, folded.
-        runtime: shared by its modules.
-        example: normalised arguments.
-        eager_sites: sites that one forward pass reached, in order.
-        outputs: its outputs on the example.
-        unfolded: BatchNorm path -> why it was not folded.
-        folded: paths of the folded BatchNorms.
-        notes: what else was folded or left out, by name.
-        calls: the calls of this forward pass, in order.
-        undo: undoes folds and restores modes.
+    It is in eval mode; `eager_sites` and `calls` are those of one forward pass, in order.
     """
 
     model: nn.Module
@@ -86,11 +76,7 @@ def prepare(
     fold_batch_norm: bool,
     dynamic_shapes: Any = None,
 ) -> PreparedModel:
-    """Copy (unless `in_place`), check, fold and wrap a model.
-
-    Raises:
-        ModelError: the model cannot be copied, wrapped or run on the example.
-    """
+    """Copy (unless `in_place`), check, fold and wrap a model."""
     require_wrappable(model)
     dispatched = is_dispatched(model)
     if dispatched:
@@ -197,17 +183,7 @@ def _fold_and_wrap(
 def _learn_paths(
     own: nn.Module, runtime: Runtime, given: Example, empty: Attributes
 ) -> tuple[tuple[str, ...], Sequence[OutputForm], tuple[RecordedCall, ...], str]:
-    """Run a wrapped model in both modes.
-
-    Args:
-        own: the model, which has run in eval mode.
-        runtime: gains the path that training takes, and the caches of modules.
-        given: the arguments to run it with.
-        empty: the model's attributes before it ran.
-
-    Returns:
-        The sites of eval mode, its outputs and calls, and why train mode could not be run, if so.
-    """
+    """Run a wrapped model in both modes; return eval mode's sites, outputs and calls, and why train mode failed."""
     training = _record_training_path(own, runtime, lambda: run_example(own, given))
     for (module, name), image in training.emptied.items():
         vars(module)[name] = rebuild(image)
@@ -308,11 +284,7 @@ def record_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[
 
 
 def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
-    """Trace a prepared model; return the trace, and the model with its sites named as in the trace.
-
-    Raises:
-        ExportError: torch cannot trace the model.
-    """
+    """Trace a prepared model; return the trace, and the model with its sites named as in the trace."""
     runtime = prepared.runtime
     with runtime.calls.recording() as recorded:
         traced = trace_marked(prepared.model, runtime, prepared.example, prepared.outputs)
@@ -332,11 +304,7 @@ def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
 
 
 def _require_traceable_writes(runtime: Runtime, run: Callable[[], list[Tensor]], places: Sequence[str]) -> None:
-    """Compare a pass whose sites return new tensors, as in a trace, with one whose sites return their input.
-
-    Raises:
-        ModelError: a tensor that is written in place is read through a name that the trace does not know.
-    """
+    """Compare a pass whose sites return new tensors, as in a trace, with one whose sites return their input."""
 
     def results(visitor: Visitor) -> list[Tensor]:
         with runtime.in_phase("visit", visitor), torch.no_grad():
@@ -380,11 +348,7 @@ def _restore_attributes(attributes: Attributes) -> None:
 
 
 def _without_device_map(model: nn.Module, in_place: bool) -> nn.Module:
-    """Return a copy of a model that accelerate has dispatched, with all its weights.
-
-    Raises:
-        ModelError: it is to be quantized in place, or cannot be copied whole.
-    """
+    """Return a copy of a model that accelerate has dispatched, with all its weights."""
     if in_place:
         raise ModelError(
             "accelerate's device_map put hooks on the model, which bring weights from elsewhere; leave out "
@@ -394,11 +358,7 @@ def _without_device_map(model: nn.Module, in_place: bool) -> nn.Module:
 
 
 def require_wrappable(model: nn.Module) -> None:
-    """Refuse a model that cannot be wrapped.
-
-    Raises:
-        ModelError: names the module and the remedy.
-    """
+    """Refuse a model that cannot be wrapped."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"expected an nn.Module, an ONNX path or an ONNX model, got {type(model).__name__}{_what_instead(model)}"
@@ -425,11 +385,7 @@ def _what_instead(given: object) -> str:
 
 
 def run_example(model: nn.Module, example: Example) -> Any:
-    """Run the model on a copy of the example, since it may write over its inputs.
-
-    Raises:
-        ModelError: it does not run, or has a part that torch compiles as it runs.
-    """
+    """Run the model on a copy of the example, since it may write over its inputs."""
     args, kwargs = map_leaves(
         (example.args, dict(example.kwargs)), lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
     )

@@ -30,9 +30,6 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     """Return the parts of a sim's file: its state_dict without encodings, and the arguments it was traced with.
 
     Where verbs have changed weights, the values that were given are included.
-
-    Raises:
-        ExportError: they hold objects that can only be read by running code.
     """
     own = encoding_keys(sim.model)
     weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
@@ -65,11 +62,7 @@ def dtype_facts(sim: QuantSim) -> dict[str, str]:
 
 
 def read_dtype(facts: Mapping[str, Any], where: str) -> torch.dtype | None:
-    """Return the dtype that `dtype_facts` wrote, or None.
-
-    Raises:
-        FileFormatError: it is none.
-    """
+    """Return the dtype that `dtype_facts` wrote, or None."""
     name = facts.get("quantized_in")
     if name is None:
         return None
@@ -80,11 +73,7 @@ def read_dtype(facts: Mapping[str, Any], where: str) -> torch.dtype | None:
 
 
 def read_untied(facts: Mapping[str, Any], model: nn.Module, where: str) -> tuple[str, ...]:
-    """Return the paths of the parameters that are shared in the module that was given, and copies in the sim.
-
-    Raises:
-        FileFormatError: they are none of this module.
-    """
+    """Return the paths of the parameters that are shared in the module that was given, and copies in the sim."""
     given = facts.get("untied", [])
     known = {path for path, _ in model.named_parameters(remove_duplicate=False)}
     if not isinstance(given, list) or not known.issuperset(given):
@@ -95,11 +84,7 @@ def read_untied(facts: Mapping[str, Any], model: nn.Module, where: str) -> tuple
 
 
 def read_online_rotations(facts: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, list[int]]:
-    """Return path of each Linear that has a rotation in front of it in the sim -> the sizes of its factors.
-
-    Raises:
-        FileFormatError: they are none of this module.
-    """
+    """Return path of each Linear that has a rotation in front of it in the sim -> the sizes of its factors."""
     given: dict[str, list[int]] = facts.get("online_rotations", {})
     layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     known = isinstance(given, dict) and layers.keys() >= given.keys()
@@ -111,11 +96,7 @@ def read_online_rotations(facts: Mapping[str, Any], model: nn.Module, where: str
 
 
 def read_example(parts: Mapping[str, bytes], where: str) -> Example:
-    """Return the arguments that the sim was traced with, on the CPU.
-
-    Raises:
-        FileFormatError: they are missing or damaged.
-    """
+    """Return the arguments that the sim was traced with, on the CPU."""
     read = _read(parts, EXAMPLE, where)
     try:
         apart = frozenset(tuple(path) for path in read.get("apart", ()))
@@ -128,12 +109,7 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
 
 
 def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
-    """Load the weights of a file into a sim.
-
-    Raises:
-        FileFormatError: they are missing or damaged.
-        ModelError: they are those of another model.
-    """
+    """Load the weights of a file into a sim."""
     read = _read(parts, WEIGHTS, where)
     if not isinstance(read, Mapping) or not all(isinstance(name, str) for name in read):
         raise FileFormatError(f"{WEIGHTS} in {where} holds no state_dict; write it again with qsdk.save(sim, path)")
@@ -155,11 +131,7 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
 
 
 def require_weights(sim: QuantSim, digest: Any, where: str) -> None:
-    """Refuse a model whose weights are not those beside which the sim was written.
-
-    Raises:
-        ModelError: they are others.
-    """
+    """Refuse a model whose weights are not those beside which the sim was written."""
     if weights_digest(sim.model) != digest:
         raise ModelError(
             f"{where} belongs to other weights than those of the model: they were changed since; write both with "
@@ -168,11 +140,7 @@ def require_weights(sim: QuantSim, digest: Any, where: str) -> None:
 
 
 def load_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
-    """Load the values that were given of the weights that verbs had changed.
-
-    Raises:
-        FileFormatError: they are damaged, or those of another model.
-    """
+    """Load the values that were given of the weights that verbs had changed."""
     kept = _read(parts, GIVEN, where) if GIVEN in parts else {}
     try:
         sim.given.load(sim.model, {(str(path), str(name)): value for (path, name), value in kept.items()})

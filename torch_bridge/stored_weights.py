@@ -30,11 +30,7 @@ def copy_tensors(model: nn.Module) -> dict[Key, Tensor]:
 
 @torch.no_grad()
 def restore_tensors(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
-    """Copy values into the same parameters and buffers; parameters that are newer keep theirs.
-
-    Raises:
-        ModelError: they are those of another model, or a parameter is another one now; nothing is changed then.
-    """
+    """Copy values into the same parameters and buffers; parameters that are newer keep theirs."""
     there = dict(state_tensors(model))
     for (path, name), value in held.items():
         now = there.get((path, name))
@@ -151,11 +147,7 @@ class GivenWeights:
         return {path: bound for path, bound in self._bounds.items() if current.get(path, bound) != bound}
 
     def load(self, model: nn.Module, values: Mapping[Key, Tensor]) -> None:
-        """Store values that a file says were given.
-
-        Raises:
-            ModelError: they are those of another model.
-        """
+        """Store values that a file says were given."""
         tensors_by_key = dict(state_tensors(model))
         for key, value in values.items():
             if key not in tensors_by_key or tensors_by_key[key].shape != value.shape:
@@ -172,11 +164,7 @@ class GivenWeights:
 
 @contextmanager
 def as_given(sim: Any) -> Iterator[bool]:
-    """Put the given values back into a sim inside the block; yield whether any differed.
-
-    Raises:
-        ModelError: a parameter is sharded over ranks now.
-    """
+    """Put the given values back into a sim inside the block; yield whether any differed."""
     given, opened = sim.given.originals(sim.model), sim.given.original_bounds(sim.model)
     tensors_by_key = dict(state_tensors(sim.model))
     for key, value in given.items():
@@ -248,11 +236,7 @@ def writing(
 def write_stored(
     model: nn.Module, given: GivenWeights, files: WeightFiles | None, values: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write values of the same shape into the stored tensors at sites, in place.
-
-    Raises:
-        ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
-    """
+    """Write values of the same shape into the stored tensors at sites, in place."""
     places: dict[int, list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         places.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)

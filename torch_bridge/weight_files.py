@@ -17,12 +17,8 @@ class WeightFiles:
 
     torch maps the files of a checkpoint into memory: a parameter is a view of its file, and the system reads a page
     when it is touched. Weights that a verb changes go to files of their own, without a name, so that they too need no
-    memory and are gone with the process.
-
-    Args:
-        folder: of the checkpoint.
-        resident: bytes of it that may be in memory at a time.
-        scratch: folder for changed weights; None for the system's temporary folder.
+    memory and are gone with the process. `resident` bytes of the folder may be in memory at a time; changed weights go
+    to `scratch`, or to the system's temporary folder.
     """
 
     def __init__(self, folder: Path, *, resident: int, scratch: Path | None = None) -> None:
@@ -43,11 +39,7 @@ class WeightFiles:
         return any(first <= at < last for first, last in mapped_ranges(self._folders))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous tensor of this shape and dtype in a file of its own, filled with zeros.
-
-        Raises:
-            ModelError: the folder for changed weights has no room, or cannot be written.
-        """
+        """Return a contiguous tensor of this shape and dtype in a file of its own, filled with zeros."""
         size = tensor.numel() * tensor.element_size()
         try:
             with tempfile.TemporaryFile(dir=self._scratch) as file:

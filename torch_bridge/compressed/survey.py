@@ -31,11 +31,7 @@ class NoFieldError(Exception):
 
 
 def weight_arguments(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> Arguments:
-    """Return what the format says of a weight [output channels, input channels].
-
-    Raises:
-        NoFieldError: it has no field for the dtype, the axis of the scales or the length of blocks.
-    """
+    """Return what the format says of a weight [output channels, input channels]."""
     dtype, granularity = spec.dtype, spec.granularity
     if dtype.name != _FLOAT8 and not (dtype.is_integer and dtype.bits in (4, 8)):
         raise NoFieldError(f"a weight of {dtype} has no field; int4, int8 and float8e4m3fn have")
@@ -53,11 +49,7 @@ def weight_arguments(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> 
 
 
 def input_arguments(spec: Spec, encoding: Encoding | None) -> Arguments:
-    """Return what the format says of the activation that a layer reads; one with a range per token has no encoding.
-
-    Raises:
-        NoFieldError: it has no field for the dtype or the granularity.
-    """
+    """Return what the format says of the activation that a layer reads; one with a range per token has no encoding."""
     dtype = spec.dtype
     if encoding is None:
         return {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -102,11 +94,7 @@ def readers_of_weight(graph: Graph, root: int) -> list[int]:
 
 
 def read_by_layer(graph: Graph, root: int) -> list[int]:
-    """Return the tensors that linear ops multiply a stored weight with, one for each op.
-
-    Raises:
-        NoFieldError: an op that is no product of an activation and this weight reads it too.
-    """
+    """Return the tensors that linear ops multiply a stored weight with, one for each op."""
     result = []
     for index in readers_of_weight(graph, root):
         op = graph.ops[index]
@@ -118,11 +106,7 @@ def read_by_layer(graph: Graph, root: int) -> list[int]:
 
 
 def input_site(graph: Graph, plan: Plan, read: Collection[int]) -> str | None:
-    """Return the site whose encoding everything that a layer reads has; None where all of it is float.
-
-    Raises:
-        NoFieldError: the layer is called with values of several encodings, or of a dynamic one.
-    """
+    """Return the site whose encoding everything that a layer reads has; None where all of it is float."""
     sites = {_encoding_site(graph, plan, tensor) for tensor in read}
     if len(sites) > 1:
         raise NoFieldError("it is called with inputs of several scales")
@@ -132,11 +116,7 @@ def input_site(graph: Graph, plan: Plan, read: Collection[int]) -> str | None:
 def also_read_by(graph: Graph, plan: Plan, tensor: int, layers: Mapping[int, str]) -> str:
     """Return what reads a quantized activation besides linear layers that quantize it; "" where nothing does.
 
-    Args:
-        graph: of the sim.
-        plan: of the sim.
-        tensor: of the activation.
-        layers: op of a linear layer -> the site whose encoding its input has in the file.
+    `layers` is op of a linear layer -> the site whose encoding its input has in the file.
     """
     if tensor in graph.output_set:
         return "it leaves the model"
@@ -177,12 +157,7 @@ _REMEDY = 'quantize with config.for_dialect("compressed-tensors"), and skip what
 class CompressedLayer:
     """A layer whose weight is written as codes.
 
-    Attributes:
-        path: of the module.
-        weights: what the format says of its weight.
-        inputs: what it says of the activation that the layer reads; None where that is float.
-        encoding: of the weight.
-        input_encoding: of the activation; None where that is float, or has the range of each token.
+    What it says of its input is None where that is float; `input_encoding` also where each token has its own range.
     """
 
     path: str
@@ -199,28 +174,14 @@ class CompressedLayer:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a folder holds of a sim.
-
-    Attributes:
-        layers: with codes.
-        ignored: paths of the linear layers that are float.
-    """
+    """What a folder holds of a sim."""
 
     layers: tuple[CompressedLayer, ...]
     ignored: tuple[str, ...]
 
 
 def survey(sim: QuantSim, plan: Plan, encodings: Mapping[str, Encoding]) -> Survey:
-    """Return the layers that can be written, all others being float in the sim too.
-
-    Args:
-        sim: of an nn.Module.
-        plan: in force, without sites that have no encoding.
-        encodings: of its quantized sites.
-
-    Raises:
-        ExportError: lists the sites that the format has no field for.
-    """
+    """Return the layers that can be written, all others being float in the sim too."""
     refused: dict[str, str] = {}
     layers, ignored, ops = [], [], dict[int, str]()
     for path, module in sim.model.named_modules():

@@ -29,12 +29,7 @@ from torch_bridge.wrapping.wrapper import float_class
 
 
 def codes_of(weight: Tensor, encoding: Encoding) -> Tensor:
-    """Return the codes of a weight: int8 on the signed grid of its dtype, or float8_e4m3fn.
-
-    Args:
-        weight: of any float dtype.
-        encoding: of it.
-    """
+    """Return the codes of a weight: int8 on the signed grid of its dtype, or float8_e4m3fn."""
     x, dtype = weight.detach().float(), encoding.dtype
     scale, zero_point = (
         affine.align(torch.from_numpy(part).to(x.device), tuple(x.shape), encoding.axis, encoding.block_size)
@@ -50,9 +45,7 @@ def codes_of(weight: Tensor, encoding: Encoding) -> Tensor:
 def scales_of(encoding: Encoding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return scales and zero points in the shapes of the format: [1], [channels, 1] or [channels, groups].
 
-    Args:
-        encoding: of a weight.
-        dtype: of the scales; zero points are int8.
+    Zero points are int8.
     """
     shape = (-1, 1) if encoding.axis is not None and encoding.block_size is None else encoding.scale.shape
     zero_points = torch.from_numpy(signed_zero_points(encoding)).to(torch.int8)
@@ -87,16 +80,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 def file_tensors(
     model: nn.Module, layers: Mapping[str, CompressedLayer], quantizers: Mapping[str, Quantizer]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a model by their names in its state_dict, codes and scales in place of quantized weights.
-
-    Args:
-        model: of a sim.
-        layers: path -> layer whose weight is written as codes.
-        quantizers: of the sim, by site.
-
-    Raises:
-        ExportError: a reader would compute another weight than the sim, or a tensor is sharded over ranks.
-    """
+    """Yield the tensors of a model by their names in its state_dict, codes and scales in place of quantized weights."""
     own, weights = encoding_keys(model), {f"{path}.weight".lstrip("."): path for path in layers}
     state, shared, written = model.state_dict(), _tied_names(model), set[Any]()
     for name, value in state.items():
@@ -119,11 +103,7 @@ def file_tensors(
 
 @torch.no_grad()
 def _compressed(weight: Tensor, layer: CompressedLayer, quantizers: Mapping[str, Quantizer]) -> dict[str, Tensor]:
-    """Return the tensors of a layer, which give the weight of the sim to the last bit.
-
-    Raises:
-        ExportError: they do not.
-    """
+    """Return the tensors of a layer, which give the weight of the sim to the last bit."""
     site, prefix = site_name(layer.path, "weight"), f"{layer.path}." if layer.path else ""
     codes = codes_of(weight, layer.encoding).cpu()
     scale, zero_point = scales_of(layer.encoding, weight.dtype)
@@ -227,11 +207,7 @@ def source_folder(model: nn.Module) -> Path | None:
 
 
 def require_names_of_file(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse a model whose checkpoint has its tensors under other names, or put together otherwise.
-
-    Raises:
-        ExportError: names the first of them.
-    """
+    """Refuse a model whose checkpoint has its tensors under other names, or put together otherwise."""
     conversions = [one.reverse_transform() for one in reversed(getattr(model, "_weight_conversions", None) or [])]
     for name in names:
         if any(one.rename_source_key(name)[1] is not None for one in conversions):
@@ -255,23 +231,8 @@ def write_folder(
 ) -> Report:
     """Write a sim as a folder; `config.json` is renamed into place last, so that there is never half a model.
 
-    One shard at a time is held besides the model.
-
-    Args:
-        sim: of an nn.Module.
-        plan: in force.
-        encodings: of its quantized sites.
-        folder: made where it is missing. One that holds an earlier export is written over.
-        max_shard_bytes: a file is closed before the tensor with which it would be larger.
-
-    Returns:
-        Rows `site`, `dtype`, `form`; summary `format`, `layers`, `ignored`, `bytes`, `paths`.
-
-    Raises:
-        ExportError: the format has no field for something that the sim quantizes, or the folder cannot be written or
-            holds another checkpoint.
-        ModelError: a BatchNorm is folded.
-        ConfigError: safetensors is not installed.
+    One shard at a time is held besides the model. A shard is closed before the tensor with which it would have more
+    than `max_shard_bytes`; an earlier export in the folder is written over.
     """
     library, target = _library(), Path(folder)
     _require_plain(sim.model)
@@ -296,11 +257,7 @@ def write_folder(
 
 
 def _library() -> Any:
-    """Return the module that writes safetensors.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the module that writes safetensors."""
     try:
         return import_module("safetensors.torch")
     except ModuleNotFoundError as error:
@@ -308,23 +265,14 @@ def _library() -> Any:
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Refuse a model that is no longer what its class and config say.
-
-    Raises:
-        ModelError: a BatchNorm or a computed weight is folded.
-        ExportError: a ReLU6 has lost its bound.
-    """
+    """Refuse a model that is no longer what its class and config say."""
     require_nothing_folded(model)
     if unbounded := unbounded_paths(model):
         raise ExportError(f"{', '.join(unbounded)}: a ReLU6 without its bound, which no config says; quantize anew")
 
 
 def _require_free(folder: Path, model: nn.Module) -> None:
-    """Refuse a folder that holds another checkpoint, or the very one that the model was read from.
-
-    Raises:
-        ExportError: names the folder.
-    """
+    """Refuse a folder that holds another checkpoint, or the very one that the model was read from."""
     source = source_folder(model)
     if source is not None and folder.exists() and source.samefile(folder):
         raise ExportError(f"{folder} holds the checkpoint that the model was read from; choose another folder")

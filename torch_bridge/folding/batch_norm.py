@@ -210,11 +210,7 @@ def run_without_normalization(
 ) -> Any:
     """Run a BatchNorm's own forward on what its layer has normalized already.
 
-    Args:
-        forward: the user's own.
-        notice: called with whether it would use the statistics of the batch.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
+    `notice` is called with whether it would use the statistics of the batch.
     """
     with _WithoutNormalization(notice):
         return forward(*args, **kwargs)

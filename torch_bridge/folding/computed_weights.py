@@ -91,13 +91,8 @@ def _linear_call(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Te
 def computed_weights(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, nn.Module, ComputedWeight]]:
     """Yield the layers that differ from layers of torch.nn only by a weight computed from their own tensors.
 
-    Args:
-        model: in eval mode, not wrapped.
-        run: runs the model; called only where a layer has a forward of its own.
-
-    Yields:
-        Path, layer, and the module that computes its weight. On the example, a plain layer with this weight computes
-        the same as the layer.
+    Yields path, layer, and the module that computes its weight: on the example, a plain layer with this weight computes
+    the same as the layer. `run` is called only where a layer has a forward of its own.
     """
     layers = {path: module for path, module in model.named_modules() if plain_class(module) is not None}
     if not layers:
@@ -192,10 +187,7 @@ def fold_computed_tensors(
 ) -> list[ComputedTensor]:
     """Replace every computed tensor of a model in eval mode by its value, in place.
 
-    Args:
-        model: not wrapped.
-        run: runs the model on its example; called where a layer may compute its weight in a forward of its own.
-        undo_steps: gains the functions that restore the modules.
+    `undo_steps` gains the functions that restore the modules.
     """
     result: list[ComputedTensor] = []
     for path, module in list(model.named_modules()):

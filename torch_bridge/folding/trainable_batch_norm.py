@@ -251,11 +251,7 @@ def can_restore(norm: nn.Module, output_stats: FoldedNorm | None) -> bool:
 def read_norm_from_checkpoint(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, trainable: TrainableBatchNorm
 ) -> None:
-    """Copy the BatchNorm of a float checkpoint, before the checkpoint is folded on its way in.
-
-    Raises:
-        ModelError: the checkpoint is folded, and the BatchNorm is being trained.
-    """
+    """Copy the BatchNorm of a float checkpoint, before the checkpoint is folded on its way in."""
     norms, layers = (key_prefixes(model, prefix, path)[0] for path in (trainable.fold.norm, trainable.fold.layer))
     weight = state_dict.get(f"{layers}weight")
     there = f"{norms}running_mean" in state_dict

@@ -319,13 +319,8 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: FakeQuantG
     """Return x on its grid, as `qsdk.core.numerics.affine` computes it, differentiable in x, scale and zero point.
 
     The gradient passes straight through to x. The scale's gradient is equation 3 of Esser et al. 2020 (LSQ), the zero
-    point's that of Bhalgat et al. 2020 (LSQ+, section 3.1), whose offset is `-zero_point * scale`.
-
-    Args:
-        x: float tensor.
-        scale: broadcasts against x.
-        zero_point: of scale's shape, whole numbers in x's dtype.
-        grid: its ends and options.
+    point's that of Bhalgat et al. 2020 (LSQ+, section 3.1), whose offset is `-zero_point * scale`. Scale and zero point
+    (whole numbers in x's dtype) broadcast against x.
     """
     one = runs_per_tensor(x, scale)
     if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad or zero_point.requires_grad):

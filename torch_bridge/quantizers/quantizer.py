@@ -198,11 +198,7 @@ class Quantizer:
         return self.owner._buffers[self._scale_name] is not None
 
     def scale_and_zero_point(self) -> tuple[Tensor, Tensor]:
-        """Return scale and zero point as float tensors of the encoding's shape.
-
-        Raises:
-            CalibrationError: there is no encoding yet.
-        """
+        """Return scale and zero point as float tensors of the encoding's shape."""
         if self.tied_to is not None:
             return self.tied_to.scale_and_zero_point()
         if self.factors is not None:

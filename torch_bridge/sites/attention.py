@@ -49,22 +49,8 @@ def scaled_dot_product_attention(
     """Return the attention of `query` [..., L, E] to `key` [..., S, E] and `value` [..., S, V], as [..., L, V].
 
     Half of the scale goes to the query and half to the key, and a row that the mask leaves empty becomes 0, both as in
-    torch's own math kernel.
-
-    Args:
-        query: queries.
-        key: keys.
-        value: values.
-        attn_mask: bool (True takes part) or float (added), broadcast to [..., L, S].
-        dropout_p: share of the probabilities that are dropped, also in eval mode.
-        is_causal: position i attends to positions up to i.
-        scale: of the scores; `1 / sqrt(E)` where it is None.
-        enable_gqa: key and value have fewer heads (axis -3), each serving a group of the query's.
-        as_one_op: runs several functions as one op with one site. The site of the softmax is the same with a mask and
-            without, since models leave a mask of ones out in eager mode and keep it in a trace.
-
-    Raises:
-        ModelError: both a mask and `is_causal`, which torch refuses too.
+    torch's own math kernel. `as_one_op` runs several functions as one op with one site: the softmax has the same site
+    with a mask and without, since models leave a mask of ones out in eager mode and keep it in a trace.
     """
     if is_causal and attn_mask is not None:
         raise ModelError("scaled_dot_product_attention got attn_mask and is_causal; put the causal part in the mask")
@@ -153,9 +139,6 @@ def multi_head_attention_forward(
 
     `read` returns the packed projection, or the part of it that one op reads, through its site; for `as_one_op` see
     `scaled_dot_product_attention`. `round_input` returns what a weight is multiplied with.
-
-    Raises:
-        ModelError: projected keys or values are passed in, or shapes do not fit together.
     """
     call = _AttentionCall(*args, **kwargs)
     query, key, value, padding = call.query, call.key, call.value, call.key_padding_mask
@@ -328,11 +311,7 @@ def _attend_with_weights(
 def decomposition_of(
     func: Callable[..., Any], read: ReadPacked, as_one_op: AsOneOp, round_input: RoundInput = _as_it_is
 ) -> Callable[..., Any] | None:
-    """Return the function to run in the place of a fused function of torch, or None if it is not fused.
-
-    Raises:
-        ModelError: a fused kernel without a decomposition.
-    """
+    """Return the function to run in the place of a fused function of torch, or None if it is not fused."""
     if func is F.scaled_dot_product_attention:
         return functools.partial(scaled_dot_product_attention, as_one_op=as_one_op)
     if func is F.multi_head_attention_forward:

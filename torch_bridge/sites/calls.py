@@ -132,11 +132,7 @@ _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 class RecordedCall:
     """A call of a module, or of an op, in a forward pass.
 
-    Attributes:
-        name: numbered; the owner of the call's sites.
-        parent: name of the module call in which it happens.
-        op: whether it is an op.
-        source_line: line of the user's code.
+    Its name, the owner of its sites, is numbered; `parent` is the call of a module in which it happens.
     """
 
     name: str
@@ -166,11 +162,7 @@ def lines_of_ambiguous_calls(places: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_same_line(call: str, known: str, *, recomputed: bool) -> None:
-    """Refuse a call that is made from another line than on the example.
-
-    Raises:
-        ModelError: the lines differ.
-    """
+    """Refuse a call that is made from another line than on the example."""
     if (now := source_line()) != known and not recomputed:  # a backward pass has no line of the user's code
         raise ModelError(
             f"{call} was called at {known} with the example, and is called at {now} now: the model takes another path, "
@@ -219,9 +211,6 @@ class CallNames:
 
         `frame` is the call of the module that makes it, None for the model itself; `own_path` says that this pass may
         take another path than the example.
-
-        Raises:
-            ModelError: the call is made from another line than on the example.
         """
         if self.recorded is not None:
             self.recorded.append(RecordedCall(call, "" if frame is None else frame.name, op, source_line()))
@@ -276,9 +265,7 @@ class CallNames:
 class NumbersByLine:
     """The numbers of calls by their source line, for the groups of calls of which a run leaves some out.
 
-    Args:
-        groups: the calls of the trace.
-        others: the calls of a run, which count where they are made from lines that the trace does not have.
+    The calls of a run (`others`) count where they are made from lines that the trace does not have.
     """
 
     def __init__(self, groups: Groups, others: Groups | None = None) -> None:

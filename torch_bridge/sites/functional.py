@@ -247,11 +247,7 @@ def _mean(
 
 
 class NarrowCall:
-    """One call of an op whose float32 tensors are cast to a narrow type in front of it, and its results cast back.
-
-    Attributes:
-        narrow_type: the type that the op computes in.
-    """
+    """One call of an op whose float32 tensors are cast to a narrow type in front of it, and its results cast back."""
 
     def __init__(self, narrow_type: dtype) -> None:
         self.narrow_type = narrow_type
@@ -295,12 +291,8 @@ def run_narrow(
 ) -> Any:
     """Run an op in a narrow float type.
 
-    Args:
-        narrow_type: None for an op that is no island, which is run as it is.
-        frame: the call of the module that is the op, whose parameters are read in the narrow type; None for a function.
-        op: the module's forward, or the function.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
+    One whose type is None is run as it is. `frame` is the call of the module that is the op, whose parameters are read
+    in the narrow type; None for a function.
     """
     if narrow_type is None:
         return op(*args, **kwargs)
@@ -319,11 +311,6 @@ def run_batch_norm(module: nn.modules.batchnorm._BatchNorm, forward: Callable[..
 
     With the running statistics, all parameters are of the tensor's type. With those of the batch they stay as they are:
     torch updates the running ones in place, and computes with both types.
-
-    Args:
-        module: the BatchNorm.
-        forward: its own.
-        input: its argument, under torch's name.
     """
     mean, var = module.running_mean, module.running_var
     if module.training or mean is None or var is None or input.dtype == mean.dtype:

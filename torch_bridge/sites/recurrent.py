@@ -69,11 +69,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def run_recurrent(module: nn.RNNBase, runtime: Runtime, input: Any, hx: Any = None) -> tuple[Tensor, Any]:
-    """Run the forward of a recurrent layer, with its weights and the results of its layers passing through sites.
-
-    Raises:
-        ModelError: packed sequences, or projections, which ONNX does not have.
-    """
+    """Run the forward of a recurrent layer, with its weights and the results of its layers passing through sites."""
     assert runtime.frame is not None
     where = f"{runtime.frame.path or 'the model'} ({type(module).__mro__[2].__name__})"
     if not isinstance(input, Tensor):
@@ -162,15 +158,8 @@ def _run_kernel(
 def hidden_weight_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:
     """Return the tensor that the recurrent weights of a layer are multiplied with: its state before each step.
 
-    Args:
-        module: the layer, with the weights that it has now.
-        runtime: in the frame of the module.
-        layer: number of the layer.
-        x: input of the layer, [T, N, I].
-        states: before the first step, [directions, N, H] each.
-
-    Returns:
-        [T, N, directions * H].
+    `x` is [T, N, I] and `states`, those before the first step, are [directions, N, H] each; the result is [T, N,
+    directions * H].
     """
     after = _run_kernel(module, runtime, layer, x, states)[0]
     after = after.view(*after.shape[:2], after.shape[2] // module.hidden_size, module.hidden_size)

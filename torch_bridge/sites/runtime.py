@@ -67,15 +67,7 @@ class Runtime(RuntimeState):
     ) -> Any:
         """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site.
 
-        Args:
-            paths: all paths of the module in the model; the first one names its parameters.
-            leaf: whether the module is one op.
-            has_output: whether a leaf returns a new tensor.
-            forward: the module's own forward.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-            ceiling: upper bound, if the module is a ReLU or ReLU6; else None.
-            training: whether the module is in train mode.
+        The first of its paths names its parameters; `ceiling` is the upper bound of a ReLU or ReLU6.
         """
         parent = self.frame
         if self.phase == "float" or (parent is not None and parent.leaf and not parent.foreign):
@@ -162,11 +154,7 @@ class Runtime(RuntimeState):
         return result
 
     def emit(self, site: str, x: Tensor) -> Tensor:
-        """Return the tensor that goes on from a site: quantized, visited, marked or unchanged, as the phase asks.
-
-        Raises:
-            ModelError: the plan does not know the site.
-        """
+        """Return the tensor that goes on from a site: quantized, visited, marked or unchanged, as the phase asks."""
         if not x.is_floating_point() or self.phase == "float" or site in self.written.views:
             return x
         frame, self.frame = self.frame, None
@@ -282,11 +270,7 @@ class Runtime(RuntimeState):
             self.frame = frame
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
-        """Return x on the grid of a site, or x itself where the site is float.
-
-        Raises:
-            ModelError: the plan does not know the site.
-        """
+        """Return x on the grid of a site, or x itself where the site is float."""
         if site not in self.quantizers:
             loss_inputs = self.now.loss_inputs
             if loss_inputs is not None and moves_values_only(site):

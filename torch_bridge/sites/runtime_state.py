@@ -37,13 +37,7 @@ def saved_tensors_hook() -> Any:
 def refuse_unreachable_site(path: str, hook: Any, site: str) -> None:
     """Refuse a site in a checkpoint that began after the call of its module and calls no module of the sim.
 
-    Args:
-        path: of the module.
-        hook: the saved-tensors hook when the module was called, with gradients recorded.
-        site: the site that was reached.
-
-    Raises:
-        ModelError: the recomputation would not find the site.
+    `hook` is the saved-tensors hook when the module was called, with gradients recorded.
     """
     if torch.is_grad_enabled():
         now = saved_tensors_hook()
@@ -66,11 +60,7 @@ def _is_called_by(code: Any, frame: FrameType | None) -> bool:
 
 
 def refuse_reused(path: str) -> None:
-    """Refuse a module that is called several times, when the backward pass calls it again.
-
-    Raises:
-        ModelError: its recomputation cannot know which of the calls it repeats.
-    """
+    """Refuse a module that is called several times, when the backward pass calls it again."""
     if is_recomputing():
         raise ModelError(
             f"{path} is called several times in one forward pass, so its recomputation cannot tell its sites apart; "
@@ -83,11 +73,7 @@ _MOVES = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "trans
 
 
 class LossInputs:
-    """The tensors of one forward pass that come from inputs which the example did not have.
-
-    Args:
-        inputs: name -> value.
-    """
+    """The tensors of one forward pass that come from inputs which the example did not have."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self.names = ", ".join(inputs)
@@ -111,11 +97,7 @@ class LossInputs:
         return result
 
     def add_result(self, result: Any, site: str | None, sites: Mapping[str, Any]) -> Any:
-        """Add what a call computed from these tensors, and return it.
-
-        Raises:
-            ModelError: the quantized model computes the same without these inputs.
-        """
+        """Add what a call computed from these tensors, and return it."""
         if site in sites:
             raise ModelError(
                 f"{site} depends on {self.names}, which the example did not have; call qsdk.quantize with an example "
@@ -321,11 +303,7 @@ class RuntimeState:
         return not self._pass.runs
 
     def forward_pass(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a call as the whole forward pass of this thread and return its result.
-
-        Raises:
-            ModelError: another thread has the sim alone.
-        """
+        """Run a call as the whole forward pass of this thread and return its result."""
         thread = threading.get_ident()
         with self._turn:
             self.require_owner_thread()
@@ -341,11 +319,7 @@ class RuntimeState:
             del self._forwards[thread]
 
     def require_owner_thread(self) -> None:
-        """Refuse a forward pass while another thread calibrates, tunes or exports the sim.
-
-        Raises:
-            ModelError: another thread has set a phase.
-        """
+        """Refuse a forward pass while another thread calibrates, tunes or exports the sim."""
         elsewhere = self.owner_thread not in (None, self.thread)
         if elsewhere and not is_recomputing():  # a backward pass has threads of its own
             raise ModelError(
@@ -355,11 +329,7 @@ class RuntimeState:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep the sim to this thread inside the block, so that no forward pass sees half of a change.
-
-        Raises:
-            ModelError: another thread has it, or is in the middle of a forward pass.
-        """
+        """Keep the sim to this thread inside the block, so that no forward pass sees half of a change."""
         with self._turn:
             self.require_owner_thread()
             if any(thread != self.thread for thread in list(self._forwards.values())):

@@ -77,11 +77,7 @@ class Example:
 
 
 def as_example(value: Any) -> Example:
-    """Return the arguments in an example or batch: a tensor, a tuple or list (positional), or a mapping (keywords).
-
-    Raises:
-        DataError: it is none of these.
-    """
+    """Return the arguments in an example or batch: a tensor, a tuple or list (positional), or a mapping (keywords)."""
     if isinstance(value, Example):  # of a sim
         return value
     if isinstance(value, Tensor):
@@ -126,11 +122,7 @@ def move_arguments(
 
 
 def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None, where: str) -> Any:
-    """Call the model on a batch, which goes to the model's device unless the user calls the model himself.
-
-    Raises:
-        DataError: the batch has more elements than the example, or the model does not take it.
-    """
+    """Call the model on a batch, which goes to the model's device unless the user calls the model himself."""
     if forward is not None:
         return forward(model, batch)
     given = as_example(batch)
@@ -171,14 +163,7 @@ def progress_over(
 ) -> Iterator[tuple[int, Any]]:
     """Yield numbered batches, with a progress bar.
 
-    Args:
-        data: the user's.
-        title: of the progress bar.
-        progress: show it.
-        skip_empty: leave out batches of no rows, from which nothing can be learned.
-
-    Raises:
-        DataError: the data is a single tensor, or empty, or no batch has rows.
+    With `skip_empty`, batches of no rows are left out: from these nothing can be learned.
     """
     if isinstance(data, Tensor | Mapping):
         raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
@@ -202,11 +187,7 @@ def has_no_rows(batch: Any) -> bool:
 
 
 def require_reiterable(data: Iterable[Any], verb: str) -> None:
-    """Refuse one-shot iterators where several passes are needed.
-
-    Raises:
-        DataError: the data can be read only once.
-    """
+    """Refuse one-shot iterators where several passes are needed."""
     if isinstance(data, Iterator):
         raise DataError(f"{verb} reads the data several times, a generator gives it once; pass list(data)")
 
@@ -218,12 +199,7 @@ _TOKENS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
 def as_step(model: nn.Module, example: Example) -> Example:
     """Return an example of tokens [batch, length] as a step: the second half of them, and the cache of the first half.
 
-    Args:
-        model: a decoder in the form of `transformers`, which takes a cache of keys and values and gives it back.
-        example: with `input_ids`, positional or by name, and perhaps an `attention_mask`.
-
-    Raises:
-        ConfigError: the model has no cache, or an encoder as well, or the example has no three tokens.
+    The model is a decoder in the form of `transformers`; the example has `input_ids`, positional or by name.
     """
     taken = inspect.signature(model.forward).parameters
     names = input_names(model.forward, example.args)
@@ -256,11 +232,7 @@ def as_step(model: nn.Module, example: Example) -> Example:
 
 
 def require_whole_caches(example: Example) -> None:
-    """Refuse an example whose cache keeps a window of tokens, or has a fixed size: its file would be wrong later on.
-
-    Raises:
-        ConfigError: names the remedy.
-    """
+    """Refuse an example whose cache keeps a window of tokens, or has a fixed size: its file would be wrong later on."""
     for value in (*example.args, *example.kwargs.values()):
         for cache in parts_of(value) if is_cache(value) else ():
             kind, layers = type(cache).__name__, getattr(cache, "layers", ())
@@ -278,13 +250,7 @@ def require_whole_caches(example: Example) -> None:
 
 
 def _filled_cache(model: nn.Module, tokens: Tensor, argument: str) -> Any:
-    """Return the cache after some tokens, one that keeps all of them, also for layers with a sliding window.
-
-    Args:
-        model: a decoder.
-        tokens: [batch, length].
-        argument: of the model, that takes the cache.
-    """
+    """Return the cache after some tokens, one that keeps all of them, also for layers with a sliding window."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

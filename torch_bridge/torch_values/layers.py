@@ -54,12 +54,7 @@ def online_rotations(model: nn.Module) -> dict[str, list[int]]:
 
 
 def rotate_input(layer: nn.Module, factors: Sequence[npt.ArrayLike]) -> None:
-    """Put a rotation in front of a layer, in place; its weight is to take up the inverse.
-
-    Args:
-        layer: a Linear, called as a module.
-        factors: `first` and perhaps `second` of the rotation.
-    """
+    """Put a rotation in front of a layer, in place; its weight is to take up the inverse."""
     weight = layer.get_parameter("weight")
     own = (torch.as_tensor(matrix).to(weight.device, weight.dtype) for matrix in factors)
     layer.add_module(ROTATION, OnlineRotation(*own))
@@ -81,9 +76,6 @@ def untie(model: nn.Module, paths: Collection[str]) -> None:
     """Give each of these modules a copy of the parameter that it shares, in place.
 
     A config of transformers that says that embeddings are tied says it no more: else `from_pretrained` would tie them.
-
-    Raises:
-        AttributeError: there is no module or parameter at a path.
     """
     for path in paths:
         owner, _, name = path.rpartition(".")
@@ -180,10 +172,7 @@ def remove_bounds(model: nn.Module, paths: Iterable[str]) -> None:
 def shared_bound_reasons(model: nn.Module, owners: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
     """Return site -> why the ReLU6 there cannot become a ReLU, `""` where it can.
 
-    Args:
-        model: the model.
-        owners: site of each Clip at 6 -> path of the module that it would be.
-        wanted: the sites where it should become a ReLU.
+    `owners` is site of each Clip at 6 -> path of the module that it would be.
     """
     known = relu6_bounds(model)
     kept = {path for site, path in owners.items() if site not in wanted}

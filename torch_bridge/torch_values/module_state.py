@@ -125,11 +125,7 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Cache:
     """An attribute in which a module caches what it has computed from its parameters.
 
-    Attributes:
-        module: the module.
-        name: of the attribute.
-        empty: snapshot of it before the module has computed anything.
-        exists: whether the attribute exists by then.
+    `empty` is a snapshot of it before the module has computed anything, if it `exists` by then.
     """
 
     module: nn.Module
@@ -188,12 +184,7 @@ def find_caches(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> 
     """Return the attributes in which modules of a model cache what they compute from parameters in eval mode.
 
     A forward fills a cache, the next one leaves it as it is, and what it holds depends on parameters. The caches are
-    empty afterwards.
-
-    Args:
-        model: in eval mode; it has run since `empty` was taken.
-        empty: its attributes before it ran.
-        run: runs it in float.
+    empty afterwards. The model is in eval mode and has run since `empty`, its attributes before it ran, was taken.
     """
     filled = attributes_of(model)
     candidates = [key for key, image in filled.items() if _identities(image) != _identities(empty.get(key))]

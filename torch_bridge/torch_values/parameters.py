@@ -74,11 +74,7 @@ _THIRDS = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3)}
 
 
 def stored_tensor(model: nn.Module, site: str) -> Tensor:
-    """Return the raw stored tensor at a weight or bias site, on the graph of its parameter.
-
-    Raises:
-        ModelError: the model stores nothing there.
-    """
+    """Return the raw stored tensor at a weight or bias site, on the graph of its parameter."""
     stored = find_stored(model, site)
     if stored is None:
         raise ModelError(f"the model stores no tensor at {site}; quantize the model as it is now")

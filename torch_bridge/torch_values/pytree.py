@@ -76,11 +76,7 @@ def plain_form(value: Any) -> Any:
 
 
 def from_plain_form(value: Any) -> Any:
-    """Return the value that `plain_form` wrote.
-
-    Raises:
-        LookupError: it is a cache, and no model of `transformers` is loaded.
-    """
+    """Return the value that `plain_form` wrote."""
     if not isinstance(value, dict) or set(value) != {_DYNAMIC}:
         return value
     made = getattr(sys.modules["transformers.cache_utils"], _DYNAMIC)()

@@ -40,15 +40,7 @@ def reshard_parameters(model: nn.Module) -> None:
 
 
 def require_not_sharded(model: nn.Module, what: str) -> None:
-    """Refuse a model of which each rank holds a part.
-
-    Args:
-        model: the whole model.
-        what: cannot be done with it.
-
-    Raises:
-        ModelError: names a parameter and the remedy.
-    """
+    """Refuse a model of which each rank holds a part."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ModelError(
@@ -89,15 +81,7 @@ def is_fsdp_hook(hook: Callable[..., Any]) -> bool:
 def require_synchronized(model: nn.Module, accepted: int | None) -> int | None:
     """Refuse the DistributedDataParallel that is calling a model if it does not know all trained parameters.
 
-    Args:
-        model: the whole model.
-        accepted: id of one that was found to know them.
-
-    Returns:
-        The id of the one that is accepted now.
-
-    Raises:
-        ModelError: it was made before the training block, so each rank would learn scales of its own.
+    `accepted` is the id of one that was found to know them; return the id of the one that is accepted now.
     """
     active = DistributedDataParallel._active_ddp_module
     if active is None or id(active) == accepted:

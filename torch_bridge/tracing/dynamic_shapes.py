@@ -19,9 +19,6 @@ def batch_axes(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Axes]:
     """Return the axes that are dynamic by default: the first of every tensor as long as the first tensor.
 
     Beside a cache of keys and values, the numbers of tokens are dynamic too: of the cache, of the step, and of both.
-
-    Args:
-        leaves: of the arguments, by path.
     """
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
     length = next((len(tensor) for tensor in tensors.values()), None)
@@ -49,13 +46,8 @@ def _is_row_of_tokens(path: Path, tensor: Tensor) -> bool:
 def named_axes(leaves: Sequence[tuple[Path, Any]], wanted: Any) -> dict[Path, Axes]:
     """Return the axes that `dynamic_shapes` names, in the form that `torch.onnx.export` takes.
 
-    Args:
-        leaves: of the arguments, by path.
-        wanted: a mapping by argument name, or a sequence in the order of the arguments. The entry of a container has
-            its form; that of a tensor is `{axis: name}`, or a name or None for every axis. What is left out is static.
-
-    Raises:
-        ConfigError: it names an argument or an axis that the example does not have, or no name for an axis.
+    `wanted` is a mapping by argument name, or a sequence in the order of the arguments. The entry of a container has
+    its form; that of a tensor is `{axis: name}`, or a name or None for every axis. What is left out is static.
     """
     return {path: axes for path, axes in _entries((), wanted, leaves) if axes}
 

@@ -31,11 +31,7 @@ _INSIDE = (
 
 
 def require_plain(leaves: Sequence[tuple[Path, Any]]) -> None:
-    """Refuse arguments whose tensors a trace would not see.
-
-    Raises:
-        ExportError: names the argument and its class.
-    """
+    """Refuse arguments whose tensors a trace would not see."""
     for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, (Tensor, *_PLAIN)):
             what = type(leaf).__name__
@@ -46,23 +42,14 @@ def require_plain(leaves: Sequence[tuple[Path, Any]]) -> None:
 
 
 def require_tensors(outputs: Sequence[tuple[Path, Any]]) -> None:
-    """Refuse a model that returns no tensor.
-
-    Raises:
-        ExportError: names what it returns.
-    """
+    """Refuse a model that returns no tensor."""
     if not any(isinstance(leaf, Tensor) for _, leaf in outputs):
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for _, leaf in outputs)) or "nothing"
         raise ExportError(f"the model gives no tensor ({kinds}); return the tensors that the exported file is to give")
 
 
 def export_error(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
-    """Return the error that explains why a model cannot be traced.
-
-    Args:
-        error: raised by tracing or converting.
-        axes: input name -> its dynamic axes, in order.
-    """
+    """Return the error that explains why a model cannot be traced."""
     chain = _chain(error)
     text = "\n".join(str(link) for link in chain)
     where = _users_line(chain)
@@ -162,10 +149,7 @@ def _node(chain: Sequence[BaseException]) -> torch.fx.Node | None:
 class OutputForm:
     """The path, dtype and shape of a tensor that a model returns.
 
-    Attributes:
-        path: of the output.
-        dtype: of the tensor.
-        shape: of the tensor; an entry that is no int depends on the length of a dynamic axis.
+    An entry of the shape that is no int depends on the length of a dynamic axis.
     """
 
     path: Path
@@ -192,11 +176,7 @@ def output_forms(outputs: Sequence[tuple[Path, Any]]) -> list[OutputForm]:
 
 
 def require_same_outputs(eager: Sequence[OutputForm], traced: Sequence[OutputForm]) -> None:
-    """Refuse a trace whose outputs differ in form from those of the module on the example.
-
-    Raises:
-        ExportError: names the first difference.
-    """
+    """Refuse a trace whose outputs differ in form from those of the module on the example."""
     for one, other in zip_longest(eager, traced):
         if one is None or other is None or not one.fits(other):
             raise ExportError(

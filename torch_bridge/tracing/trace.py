@@ -61,9 +61,7 @@ _BY_BITS: Mapping[torch.dtype, tuple[torch.dtype, Any]] = {
 class WeightsByName:
     """The stored tensors that are not in the bytes of a trace.
 
-    Attributes:
-        state: name -> path of a parameter or buffer of the module.
-        constants: name -> large constant of the trace.
+    `state` is name -> path of a parameter or buffer, `constants` name -> large constant of the trace.
     """
 
     state: Mapping[str, str]
@@ -130,10 +128,7 @@ Leaves = Sequence[tuple[Path, Any]]
 class Trace:
     """A traced model.
 
-    Attributes:
-        model: ONNX bytes, opset 21, with a node `qsdk::Quantizer(x){key=site}` at every site, without stored tensors.
-        stored: the stored tensors that the bytes refer to, by name.
-        notes: what a user should know of its inputs and outputs, by a short title.
+    `model` are ONNX bytes at opset 21 with a node `qsdk::Quantizer(x){key=site}` at every site, without stored tensors.
     """
 
     model: bytes
@@ -148,10 +143,6 @@ def trace_marked(
 
     The axes that `example.dynamic_shapes` names are dynamic; where it is None, the batch axis, if the model allows it.
     Outputs are named as in the module: `output`, `output_1` in a tuple, or a mapping's keys.
-
-    Raises:
-        ConfigError: `dynamic_shapes` does not fit the example.
-        ExportError: torch cannot trace the model, or not with the axes that the user named.
     """
     leaves = argument_leaves(model.forward, example.args, example.kwargs)
     require_plain(leaves)
@@ -278,11 +269,7 @@ def _notes(leaves: Leaves, outputs: Leaves, conditions: Sequence[str]) -> dict[s
 
 
 def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequence[Axes]) -> list[str]:
-    """Return the conditions on the lengths of dynamic axes that the trace relies on, with the axes' names.
-
-    Raises:
-        ExportError: a dynamic axis has only one length.
-    """
+    """Return the conditions on the lengths of dynamic axes that the trace relies on, with the axes' names."""
     result = []
     size = re.compile(_SIZE)
     for guard in getattr(captured, "_guards_code", None) or ():

@@ -26,11 +26,7 @@ def active_norms(model: nn.Module) -> list[TrainableBatchNorm]:
 
 
 def require_folded(model: nn.Module) -> None:
-    """Refuse to change weights of layers while these are not the weights of the exported model.
-
-    Raises:
-        ConfigError: BatchNorms are being trained.
-    """
+    """Refuse to change weights of layers while these are not the weights of the exported model."""
     if active_norms(model):
         raise ConfigError(
             "BatchNorms are being trained (freeze_bn_after=), and the weights of their layers are not the folded ones; "
@@ -75,14 +71,8 @@ def _reason_to_stay_folded(model: nn.Module, trainable: TrainableBatchNorm) -> s
 def unfolded_norms(model: nn.Module, freeze_after: float | None) -> Iterator[list[Callable[[int], None]]]:
     """Put the folded BatchNorms back inside the block, and return the schedule that freezes their statistics.
 
-    After the block they are folded again, as they were trained, also when the block raises.
-
-    Args:
-        model: the wrapped model.
-        freeze_after: optimizer steps with batch statistics; None leaves folded BatchNorms folded, and the others alone.
-
-    Raises:
-        ConfigError: no such number of steps, or the BatchNorms are being trained already.
+    After the block they are folded again, as they were trained, also when the block raises. `freeze_after` counts
+    optimizer steps with batch statistics; None leaves folded BatchNorms folded, and the others alone.
     """
     if active_norms(model):
         raise ConfigError("the BatchNorms of this sim are being trained; leave that block before you enter another")

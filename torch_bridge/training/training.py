@@ -92,8 +92,7 @@ def counting_steps(model: nn.Module, schedules: Sequence[Schedule]) -> Iterator[
 class ScheduleState:
     """What schedules have changed in a sim.
 
-    Attributes:
-        held: schedule that holds ranges -> the sites whose scales and zero points no optimizer moves.
+    `held` is schedule that holds ranges -> the sites whose scales and zero points no optimizer moves.
     """
 
     def __init__(self, quantizers: Sequence[Quantizer]) -> None:
@@ -227,14 +226,7 @@ def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
 
 @dataclass(frozen=True)
 class Learning:
-    """What is learned besides the weights.
-
-    Attributes:
-        scales: whether every scale that may move is learned.
-        zero_points: whether zero points of asymmetric ranges are learned.
-        clipped_only: whether gradients come from clipped elements alone, as in PACT.
-        kernels: compiled kernels of the quantizers; None for eager operations.
-    """
+    """What is learned besides the weights."""
 
     scales: bool = False
     zero_points: bool = False
@@ -283,11 +275,7 @@ def training(
 
 
 def require_weights_unwritten(runtime: Runtime) -> None:
-    """Refuse to train a model whose forward pass in train mode writes over a weight that it reads on its grid.
-
-    Raises:
-        ModelError: names the weight, and the line that writes it.
-    """
+    """Refuse to train a model whose forward pass in train mode writes over a weight that it reads on its grid."""
     for name, line in runtime.written_in_training.items():
         path, _, own = name.rpartition(".")
         if runtime.quantizers.get(site_name(path, own)) is not None:

@@ -33,11 +33,7 @@ HELD_BACK = 8  # one sample in so many is used to judge the result, not to learn
 class Piece:
     """Samples of one call.
 
-    Attributes:
-        call: the call.
-        rows: int64 indices into the first axis of what is split by samples; None for the whole call.
-        size: number of samples.
-        split: the arguments that are split by samples.
+    `rows` are int64 indices into the first axis of the arguments in `split`; None for the whole call.
     """
 
     call: ModuleCall
@@ -48,11 +44,8 @@ class Piece:
     def quantized_arguments(self, *, drop: float = 0.0, generator: torch.Generator | None = None) -> Arguments:
         """Return a copy of the arguments in the quantized model; the block may write over it.
 
-        Args:
-            drop: probability with which an element of a floating-point tensor is the float model's instead.
-            generator: of these choices.
-
-        Source of `drop`: Wei et al. 2022, QDrop, section 4, at the block's inputs.
+        `drop` is the probability with which an element of a floating-point tensor is the float model's instead (Wei et
+        al. 2022, QDrop, section 4, at the block's inputs).
         """
         in_float = dict(_leaves(self.call.float)) if drop else {}
 
@@ -132,8 +125,7 @@ def _map_arguments(arguments: Arguments, each: Callable[[Path, Any], Any]) -> Ar
 def split_held_back(pieces: Sequence[Piece], generator: torch.Generator) -> tuple[list[Piece], list[Piece]]:
     """Split samples into those to learn from and those to judge by: one in `HELD_BACK` of each, at least one.
 
-    Returns:
-        The two lists. They are the same where there is only one sample, or one call whose samples cannot be split.
+    The two lists are the same where there is only one sample, or one call whose samples cannot be split.
     """
     learn: list[Piece] = []
     judge: list[Piece] = []
@@ -186,10 +178,7 @@ class BlockTuningOptions:
 class SiteChange:
     """What was learned for one site.
 
-    Attributes:
-        site: of a weight or an activation.
-        encoding: its scale and zero point.
-        weight: the rounded values, of the stored shape; None where they stay.
+    `weight` holds the rounded values; None where they stay.
     """
 
     site: str
@@ -201,11 +190,7 @@ class SiteChange:
 class TuningResult:
     """The result of tuning a block.
 
-    Attributes:
-        changes: empty where it stays as it was.
-        error_before: of its output on held-back samples, relative to the float output's energy.
-        error_after: the same with the changes.
-        note: remark for the report.
+    Errors are of the output on held-back samples, relative to the float output's energy.
     """
 
     changes: Sequence[SiteChange] = ()
@@ -238,11 +223,7 @@ class _LearnedWeight:
 class BlockRun:
     """A block that is run by itself, and the quantizers that it reaches.
 
-    Attributes:
-        sim: whose block it is.
-        module: the block.
-        learned: site -> replacement of its quantizer.
-        visited: site -> quantizer that it has reached.
+    `learned` replaces the quantizers of these sites.
     """
 
     sim: QuantSim
@@ -284,12 +265,7 @@ class BlockRun:
 def pieces_of(run: BlockRun, calls: Sequence[ModuleCall]) -> list[Piece]:
     """Return the calls as pieces, which can be split by samples if the block by itself shows that they can.
 
-    Args:
-        run: of the block, with the float weights.
-        calls: of all batches.
-
-    Raises:
-        ModelError: run by itself, the block does not repeat its result in the model.
+    The block has its float weights.
     """
     split = arguments_with_samples(calls[0])
     halved = all_samples(calls[0], split)
@@ -331,14 +307,7 @@ def learnable_sites(run: BlockRun, pieces: Sequence[Piece], options: BlockTuning
 def tune_block(
     run: BlockRun, pieces: Sequence[Piece], options: BlockTuningOptions, generator: torch.Generator
 ) -> TuningResult:
-    """Learn the rounding and scales of a block; nothing is written.
-
-    Args:
-        run: of the block, in eval mode; afterwards as it was.
-        pieces: of all calls.
-        options: of the tuning.
-        generator: of the samples that are held back, and of the order of the others.
-    """
+    """Learn the rounding and scales of a block; nothing is written."""
     learn, judge = split_held_back(pieces, generator)
     before = run.error(judge)
     weights, scales = _learnable(run, options)

@@ -20,9 +20,7 @@ WIDE = 8
 class ModuleBlocks:
     """The blocks of a model.
 
-    Attributes:
-        modules: path -> module.
-        left: path of a module with quantized weights that is in no block -> why.
+    `left` is path of a module with quantized weights that is in no block -> why.
     """
 
     modules: Mapping[str, nn.Module]
@@ -35,13 +33,6 @@ def find_blocks(sim: QuantSim, patterns: Sequence[str] | None) -> ModuleBlocks:
     Without patterns: the members of lists and sequences whose class occurs several times (decoder layers, the residual
     blocks of a stage), else modules with branches of their own (two weights or more, none of their parts repeated),
     else single layers.
-
-    Args:
-        sim: whose modules they are.
-        patterns: shell globs that name them, or None.
-
-    Raises:
-        ConfigError: a pattern matches no module with a quantized weight, or one block is inside another.
     """
     modules = dict(sim.model.named_modules())
     matrices = [path for path, multiplies in _owners(sim, modules).items() if multiplies]

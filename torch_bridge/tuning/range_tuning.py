@@ -60,11 +60,7 @@ class LearnedRange:
 
 
 class RangeTuner:
-    """A sim whose activations have learned ranges for a while; its weights stay as they are.
-
-    Attributes:
-        learned: by site.
-    """
+    """A sim whose activations have learned ranges for a while; its weights stay as they are."""
 
     def __init__(self, sim: QuantSim, forward: Forward | None) -> None:
         self.sim, self.forward = sim, forward

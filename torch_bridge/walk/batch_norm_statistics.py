@@ -33,20 +33,7 @@ def reestimate(
 
     One simulated pass over the data: the forwards of all batches are paused in front of each BatchNorm until it has its
     new statistics. The scales of a weight that such a BatchNorm is folded into follow its factor, so that the stored
-    integers stay.
-
-    Args:
-        sim: calibrated.
-        data: batches; the forwards of all are in flight at once.
-        together: merges what all ranks have found.
-        forward: calls the model on a batch.
-        progress: show a bar while the data is read.
-
-    Returns:
-        One row per BatchNorm, and the seconds that the data would take in float.
-
-    Raises:
-        DataError: no data, data that the model does not take, or values that are not finite.
+    integers stay. Returns one row per BatchNorm, and the seconds that the data would take in float.
     """
     norms = {module: path for path, module in sim.model.named_modules() if _has_statistics(module)}
     kept = [path for path, module in sim.model.named_modules() if is_batch_norm(module) and module not in norms]

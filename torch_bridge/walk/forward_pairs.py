@@ -211,13 +211,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class ForwardPairs:
-    """The float and the quantized forwards of a walk: it starts, resumes and ends them.
-
-    Attributes:
-        weights: the weights that float and quantized forwards read.
-        batches: number of batches that were started.
-        float_seconds: spent in float forwards.
-    """
+    """The float and the quantized forwards of a walk: it starts, resumes and ends them."""
 
     def __init__(
         self, sim: QuantSim, data: Iterable[Any], forward: Forward | None, max_memory: int | None = None
@@ -258,10 +252,8 @@ class ForwardPairs:
     def started(self, modes: dict[bool, TorchFunctionMode] | None = None) -> Iterator[list[PausedForward]]:
         """Start forwards of all batches, run them to their first pauses, and return them; after the block, end them.
 
-        What was written stays if the block succeeds and is undone if it raises.
-
-        Args:
-            modes: entered by every float (False) and every quantized forward (True).
+        What was written stays if the block succeeds and is undone if it raises. `modes` are entered by every float
+        (False) and every quantized forward (True).
         """
         forwards = []
         try:

@@ -59,11 +59,7 @@ _CELLS = (torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_c
 class HookedLayer:
     """A layer, and where a forward reads it.
 
-    Attributes:
-        layer: the layer to solve.
-        module: the module whose call reads the layer's input; None where a function or a recurrent op does.
-        repeated: whether one forward reads it several times.
-        recurrent: whether a recurrent op reads it.
+    `module` is the one whose call reads the layer's input; None where a function or a recurrent op does.
     """
 
     layer: Layer
@@ -349,13 +345,8 @@ def weight_read_modes(
 ) -> dict[bool, TorchFunctionMode] | None:
     """Return the modes that float (False) and quantized forwards enter; None if no function reads a weight.
 
-    To be called before any weight is written.
-
-    Args:
-        sim: with its weights in float.
-        hooked_layers: after `resolving_readers`.
-        held: returns site -> the fake-quantized weights that quantized forwards hold.
-        on_layer: called back.
+    To be called before any weight is written. `held` returns site -> the fake-quantized weights that quantized forwards
+    hold.
     """
     if not hooked_layers.functions:
         return None
@@ -554,18 +545,8 @@ def walk_layers(
     """Walk the layers of a sim in eval mode, with one pass in float and one quantized.
 
     The walk is a `qsdk.core.layers.layer_problem.Walk`. A layer that a batch calls several times costs one more pass of
-    either kind, since its weight is one for all calls.
-
-    Args:
-        sim: calibrated.
-        data: batches.
-        forward: calls the model on a batch.
-        max_memory: bytes that paused forwards may hold; beyond it, tensors go to temporary files. None: no limit.
-
-    Raises:
-        DataError: no data, data that the model does not take, or more batches than there can be forwards in flight.
-        CalibrationError: a site has no encoding yet. Whatever is raised, here or inside the block, the sim stays as
-            it was.
+    either kind, since its weight is one for all calls. Beyond `max_memory` bytes, tensors of paused forwards go to
+    temporary files. Whatever is raised, here or inside the block, the sim stays as it was.
     """
     _ = sim.encodings  # raises where a site has no encoding
     with sim.alone(), eval_mode(sim.model), torch.no_grad():

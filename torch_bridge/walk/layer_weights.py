@@ -26,11 +26,7 @@ class LayerWeights:
     """The reader and writer of a sim's stored tensors during a walk; everything written can be undone."""
 
     def __init__(self, sim: QuantSim) -> None:
-        """Start with nothing written.
-
-        Raises:
-            ConfigError: inside of a training block in which BatchNorms are trained.
-        """
+        """Start with nothing written."""
         require_folded(sim.model)
         self._sim = sim
         self._modules = dict(sim.model.named_modules())

@@ -29,11 +29,7 @@ class Arguments:
 class ModuleCall:
     """One batch's call of a module.
 
-    Attributes:
-        number: of the batch.
-        float: arguments in the float model.
-        quantized: arguments in the quantized model, as it is now.
-        result: result in the float model.
+    `number` is that of the batch; `result` is the float model's.
     """
 
     number: int
@@ -86,10 +82,8 @@ def _clone_tensor(path: Path, leaf: Any) -> Any:
 class ModuleWalk:
     """The walk over modules of a sim.
 
-    Attributes:
-        weights: writes to the sim while float forwards go on with the float weights.
-        order: the modules that the first batch calls once, in that order.
-        left: the other modules, and why they have no step.
+    `order` are the modules that the first batch calls once, in that order, `left` the others, and why they have no
+    step.
     """
 
     weights: LayerWeights
@@ -143,18 +137,8 @@ def walk_modules(
 ) -> Iterator[ModuleWalk]:
     """Walk modules in eval mode and without gradients, with one float and one quantized pass over the data.
 
-    Args:
-        sim: calibrated.
-        data: batches.
-        paths: of the modules; none is inside another.
-        forward: calls the model on a batch.
-        max_memory: bytes that paused forwards may hold; beyond it, tensors go to temporary files, and calls return
-            copies.
-
-    Raises:
-        DataError: no data, data that the model does not take, or more batches than there can be forwards in flight.
-        CalibrationError: a site has no encoding yet. Whatever is raised, here or inside the block, what was written
-            by `weights` is undone.
+    Beyond `max_memory` bytes, tensors of paused forwards go to temporary files, and calls return copies. Whatever is
+    raised, here or inside the block, what was written by `weights` is undone.
     """
     _ = sim.encodings  # raises where a site has no encoding
     with sim.alone(), eval_mode(sim.model), torch.no_grad():

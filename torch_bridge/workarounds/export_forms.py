@@ -63,11 +63,7 @@ def _native_batch_norm(
 
 
 def _squeeze(input: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return x without those of the named axes that are one long.
-
-    Raises:
-        ExportError: an axis is dynamic.
-    """
+    """Return x without those of the named axes that are one long."""
     named = dim if isinstance(dim, tuple | list) else (dim,)
     axes = [axis for axis in named if input.dim() and _is_one_long(input, axis)]
     return torch.squeeze(input, axes) if axes else input
@@ -221,11 +217,7 @@ def _in_place(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function to trace in the place of a torch function: mostly the function itself.
-
-    Raises:
-        ExportError: torch's exporter would drop an argument.
-    """
+    """Return the function to trace in the place of a torch function: mostly the function itself."""
     if func is F.batch_norm:
         return _batch_norm
     if func is torch.batch_norm:

@@ -116,9 +116,8 @@ def known_values_taken() -> Iterator[None]:
 def make_functional(graph: fx.Graph) -> bool:
     """Let each op that changes its first input in place give a new tensor, which later nodes read instead.
 
-    Returns:
-        False, with the graph as it was, where that is not certain to be the same: the changed tensor is an input or
-        has a view, the op changes anything else or has another dtype out of place, or a node holds a graph of its own.
+    Return False, with the graph as it was, where that is not certain to be the same: the changed tensor is an input or
+    has a view, the op changes anything else or has another dtype out of place, or a node holds a graph of its own.
     """
     nodes = list(graph.nodes)
     if any(node.op == "get_attr" or isinstance(node.target, HigherOrderOperator) for node in nodes):
@@ -214,9 +213,8 @@ def single_nodes_decomposed() -> Iterator[None]:
 def _decompose(program: ExportedProgram, registry: Any) -> bool:
     """Replace the nodes of a program that a registry of translations lacks, in the program's own graph.
 
-    Returns:
-        False, with the program as it was, where one of the nodes, or of those that it is made of, has no translation,
-        is a constant, or cannot be traced by itself.
+    Return False, with the program as it was, where one of the nodes, or of those that it is made of, has no
+    translation, is a constant, or cannot be traced by itself.
     """
     translated = set(operator_tables.get_onnx_implemented_overloads(registry))
     table = operator_tables.create_onnx_friendly_decomposition_table(translated)

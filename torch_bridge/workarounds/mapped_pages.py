@@ -43,12 +43,7 @@ def limit_pages(owner: object, folders: Sequence[str], limit: int) -> None:
 
     A thread looks at the memory of the process and releases the pages where they have grown by more than the limit. The
     weights of a model that lies in files are read in many places, by torch above all; each would have to release what
-    it has read.
-
-    Args:
-        owner: any object that can be weakly referenced.
-        folders: of the files.
-        limit: bytes of mapped files that may be in memory, beyond those that are now.
+    it has read. `limit` counts bytes of mapped files beyond those that are in memory now.
     """
     if not (_MAPS.exists() and _MEMORY.exists()):
         return  # the system drops clean pages by itself when memory is short

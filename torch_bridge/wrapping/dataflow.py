@@ -26,8 +26,7 @@ from torch_bridge.wrapping.wrapped_state import state_of
 class WrittenStateError(ModelError):
     """A forward pass writes parameters or buffers and reads them.
 
-    Attributes:
-        lines: name of each of them -> line of the user's code that writes it.
+    `lines` is name of each of them -> line of the user's code that writes it.
     """
 
     def __init__(self, lines: Mapping[str, str]) -> None:
@@ -104,11 +103,8 @@ class _Write:
 class Aliases:
     """The record of reads and writes in one forward pass whose sites change nothing.
 
-    Attributes:
-        views: sites of views that must stay views.
-        read_again: sites of ops in place whose tensor is read again by another name than their result.
-        write_lines: lines of the user's code that write over tensors.
-        inputs: whether it writes over an input.
+    `views` are the sites of views that must stay views, `read_again` those of ops in place whose tensor is read again
+    by another name than their result.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -167,11 +163,7 @@ class Aliases:
                 write.site = site
 
     def finish(self, result: Any) -> None:
-        """Record what the model returns.
-
-        Raises:
-            WrittenStateError: a parameter or buffer is written and read, which makes it a state.
-        """
+        """Record what the model returns."""
         self._call += 1
         for x in all_tensors(result):
             self._record_read(x)

@@ -133,11 +133,7 @@ def _follows_weight(layer: nn.Module, x: Tensor, fold: Fold) -> bool:
 
 
 def _only_tensor(result: Any) -> Tensor:
-    """Return the tensor that a layer gives, in whatever container.
-
-    Raises:
-        ValueError: it gives none, or several.
-    """
+    """Return the tensor that a layer gives, in whatever container."""
     (tensor,) = tensors_of(result)
     return tensor
 

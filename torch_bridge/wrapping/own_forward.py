@@ -32,11 +32,8 @@ def set_own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> No
 def drop_autocast(model: nn.Module, undo_steps: list[Callable[[], None]]) -> list[str]:
     """Remove the autocast that accelerate put around forwards, and return the paths of these modules.
 
-    Mixed precision concerns training; the exported file computes in the dtypes of the parameters.
-
-    Args:
-        model: of any kind.
-        undo_steps: gains the functions that put the autocast back.
+    Mixed precision concerns training; the exported file computes in the dtypes of the parameters. `undo_steps` gains
+    the functions that put the autocast back.
     """
     result = []
     for path, module in model.named_modules():
@@ -48,11 +45,7 @@ def drop_autocast(model: nn.Module, undo_steps: list[Callable[[], None]]) -> lis
 
 
 def require_copied_forwards(copied: nn.Module) -> None:
-    """Refuse a copy with a forward that still calls the original.
-
-    Raises:
-        ModelError: names the module.
-    """
+    """Refuse a copy with a forward that still calls the original."""
     for path, module in copied.named_modules():
         forward = vars(module).get(_FORWARD)
         if forward is not None and getattr(forward, "__self__", None) is not module:
@@ -98,9 +91,6 @@ def undispatched(model: nn.Module) -> nn.Module:
     """Return a copy of a dispatched model that holds all its weights and has no hooks.
 
     The weights that wait on the host or on disk are read. The model stays as it is.
-
-    Raises:
-        ModelError: nobody knows where a weight is, or the weights are on several devices.
     """
     memo = dict(_stand_ins(model))
     copied = copy.deepcopy(model, memo)

@@ -25,12 +25,7 @@ from torch_bridge.torch_values.parameters import STATE, STEPS
 
 
 class SimBeside:
-    """Writes the sim of a model beside a checkpoint of the model; in a copy of the model alone it writes nothing.
-
-    Attributes:
-        function: of the sim and the folder.
-        sim: held weakly, since it holds the model.
-    """
+    """Writes the sim of a model beside a checkpoint of the model; in a copy of the model alone it writes nothing."""
 
     def __init__(
         self, function: Callable[[Any, str], None] | None = None, sim: Callable[[], object | None] = lambda: None
@@ -146,10 +141,8 @@ def saving_with_sim(base: type[nn.Module]) -> Callable[..., Any]:
 def link_sim(model: nn.Module, sim: object, write: Callable[[Any, str], None] | None = None) -> None:
     """Let a model's `save_pretrained` write this sim.
 
-    Args:
-        model: of the sim, wrapped.
-        sim: held weakly.
-        write: a function of a module, of the sim and the folder; None for that of the sim that this one is a copy of.
+    The model holds the sim weakly. `write` is a function of the sim and the folder; None for that of the sim that this
+    one is a copy of.
     """
     known = state_of(model).beside
     write = write or (None if known is None else known.function)
@@ -191,11 +184,7 @@ def _plain(module: nn.Module, base: type[nn.Module]) -> nn.Module:
 
 
 def require_nothing_folded(model: nn.Module) -> None:
-    """Refuse a model without some tensors of the float one: from its checkpoint another model would be read.
-
-    Raises:
-        ModelError: a BatchNorm or a computed weight is folded, or a rotation is in front of a layer.
-    """
+    """Refuse a model without some tensors of the float one: from its checkpoint another model would be read."""
     require_no_rotations(model)
     state = state_of(model)
     folded = [fold.norm for fold in state.folds] + [f"{one.path}.{one.name}".lstrip(".") for one in state.computed]
@@ -208,11 +197,7 @@ def require_nothing_folded(model: nn.Module) -> None:
 
 
 def require_no_rotations(model: nn.Module) -> None:
-    """Refuse a model with rotations in front of layers, which its own class would not compute.
-
-    Raises:
-        ModelError: names the first of them.
-    """
+    """Refuse a model with rotations in front of layers, which its own class would not compute."""
     for path in online_rotations(model):
         raise ModelError(
             f"{path} of this sim has a rotation in front of it, which the model's own class does not compute; write "

@@ -282,22 +282,14 @@ class _QuantizedModule(nn.Module):
         return super().register_forward_hook(_without_sites(self, hook), **options)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Refuse nn.DataParallel, whose copies would share the state of their sites between threads.
-
-        Raises:
-            ModelError: always; it names DistributedDataParallel as the remedy.
-        """
+        """Refuse nn.DataParallel, whose copies would share the state of their sites between threads."""
         raise ModelError(
             "nn.DataParallel copies a module in every forward pass, and the copies of a simulated one would share "
             "their sites; train with torch.nn.parallel.DistributedDataParallel, one process for each GPU"
         )
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse torch.jit.script, which does not take forwards with *args.
-
-        Raises:
-            ModelError: always; it names torch.compile and `unwrap` as the remedies.
-        """
+        """Refuse torch.jit.script, which does not take forwards with *args."""
         raise ModelError(
             "torch.jit.script cannot compile a simulated module; use torch.compile(sim.model), or script sim.unwrap()"
         )
