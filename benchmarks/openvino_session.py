@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import qsdk
-from onnx_backend.other_runtimes.openvino_runner import AS_WRITTEN
+from onnx_backend.runtimes.openvino import AS_WRITTEN
 
 CONFIGS = {
     "w8a8": qsdk.w8a8(),

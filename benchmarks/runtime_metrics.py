@@ -26,9 +26,8 @@ import onnx
 import torch
 
 import qsdk
-from onnx_backend.dialects.other_runtimes import TABLES
-from onnx_backend.other_runtimes.choose import open_in
 from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtimes.registry import RUNTIMES, open_in
 from torch_bridge.sim import QuantSim
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,6 +42,7 @@ for name in ("/Relu_3", "/Transpose"):
     CONFIGS["recurrent"] = CONFIGS["recurrent"].override(name, activation="uint16", optional=True)
 BATCHES = 20
 TARGETS = {"max_lsb": 1, "runtime - simulated": 0.5}
+MEASURED = [runtime.name for runtime in RUNTIMES.values() if runtime.table is not None]
 
 
 class Quantized:
@@ -142,7 +142,7 @@ def main() -> None:
     most = next((int(given.partition("=")[2]) for given in sys.argv if given.startswith("--batches=")), BATCHES)
     networks = [name for name in sys.argv if name in NETWORKS] or list(NETWORKS)
     configs = [name for name in sys.argv if name in CONFIGS] or ["w8a8", "w7a8"]
-    runtimes = [name for name in sys.argv if name in TABLES] or list(TABLES)
+    runtimes = [name for name in sys.argv if name in MEASURED] or MEASURED
     for name in networks:
         for row in results(name, configs, runtimes, most):
             print(json.dumps(row), flush=True)

@@ -5,7 +5,7 @@ own values, and the `worst` three; `first_off`; `sqnr_db` of the outputs end to 
 `onnxruntime_sqnr_db`, that of ONNX Runtime's default session of the default dialect; the part of the pictures of the
 `same` class; how many ops the table of the runtime lists (`in_table`); for `qnn` the op types on the CPU.
 `python benchmarks/runtimes.py demo mobilenet_v2 w8a8` measures a few. Targets: at most 1 LSB per site, or an op that
-`onnx_backend/dialects/other_runtimes.py` lists; end to end at least the agreement of ONNX Runtime's kernels.
+the tables of `onnx_backend/runtimes/` list; end to end at least the agreement of ONNX Runtime's kernels.
 """
 
 import json
@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 import qsdk
-from onnx_backend.dialects.other_runtimes import TABLES
-from onnx_backend.other_runtimes.choose import open_in
-from onnx_backend.other_runtimes.qnn_runner import QnnRunner
+from onnx_backend.runtimes.qnn import QnnRunner
+from onnx_backend.runtimes.registry import RUNTIMES, open_in
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 from torch_bridge.sim import QuantSim
@@ -36,6 +35,7 @@ from fetch import NUDENET, fetch
 Network = tuple[
     nn.Module | Path, list[Any], Any
 ]  # a module or an ONNX file, batches to calibrate on, and a batch to measure on
+MEASURED = [runtime.name for runtime in RUNTIMES.values() if runtime.table is not None]
 
 
 def demo() -> Network:
@@ -132,7 +132,7 @@ def results(names: list[str], configs: list[str]) -> Iterator[tuple[str, dict[st
         for name in names:
             network = NETWORKS[name]()
             for config in configs:
-                for runtime in TABLES:
+                for runtime in MEASURED:
                     key = f"{name} {config} {runtime}"
                     try:
                         yield key, measured(network, CONFIGS[config], runtime, Path(folder))

@@ -13,9 +13,7 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
-from onnx_backend.dialects.dialect import Dialect, Prefer, writing_of
-from onnx_backend.dialects.older_opsets import LOWEST
-from onnx_backend.dialects.onnxruntime_table import require_kernels
+from onnx_backend.lower import lower
 from onnx_backend.passes.decided_sizes import leave_out_empty_inputs, with_decided_sizes, with_stored_codes
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
 from onnx_backend.proto.graph_queries import nodes_reaching
@@ -25,14 +23,16 @@ from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import Check, write_file, write_sharing
-from onnx_backend.qdq.fast_forms import with_pairs, write_fast_forms
-from onnx_backend.qdq.frozen import mark_frozen
-from onnx_backend.qdq.fusion_barriers import keep_constants_apart, needed_options
-from onnx_backend.qdq.insert import lower
-from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
-from onnx_backend.qdq.layer_inputs import leave_inputs_to_kernels
+from onnx_backend.qdq.fast_forms import with_pairs
+from onnx_backend.qdq.narrow_regions import narrow_regions, sites_inside
+from onnx_backend.qdq.older_opsets import LOWEST
+from onnx_backend.qdq.read import mark_frozen
 from onnx_backend.qdq.stored_weights import bytes_of_whole
-from onnx_backend.validation.validate import require_readable
+from onnx_backend.runtimes.registry import runtime_named
+from onnx_backend.runtimes.runtime import Prefer, Runtime
+from onnx_backend.runtimes.validate import require_readable
+from onnx_backend.workarounds.onnxruntime_barriers import needed_options
+from qsdk.core.config.for_dialect import Dialect
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.lazy_arrays import LazyMapping
@@ -96,22 +96,22 @@ def write_model(
         ConfigError: an opset, dialect or cache that cannot be written.
         ExportError: the folder cannot be written, or the lowered model is invalid.
     """
-    _require_choices(path, opset, dialect, prefer)
-    if writing_of(dialect).for_onnxruntime:
-        require_kernels(encodings)
+    _require_choices(path, opset, prefer)
+    runtime = runtime_named(dialect)
+    if runtime.refuse is not None:
+        runtime.refuse(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights, prefer=prefer)
     parts = _parts(path, shapes)
     models = {Path(path): qdq.model} if parts is None else {part: _copy(qdq.model) for part in parts}
     wanted = [cast("Shapes | None", shapes)] if parts is None else [*parts.values()]
-    forms = [_form(m, own, dialect, integer_edges, parts) for m, own in zip(models.values(), wanted, strict=True)]
+    forms = [_form(m, own, runtime, integer_edges, parts) for m, own in zip(models.values(), wanted, strict=True)]
     base = Path(path) if parts is None else Path(path).with_suffix(".shared")
     companion = encodings_path(path) if parts is None else base.with_name(f"{base.name}{_SUFFIX}")
     shared = companion.name if parts else ""
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
         _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
         for model, form in zip(models.values(), forms, strict=True):
-            if writing_of(dialect).for_onnxruntime:
-                write_fast_forms(model)  # which have no node for a site's facts
+            runtime.speed_up(model)  # its forms have no node for a site's facts
             _require_valid(model, form["fixed_shapes"])
         files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use, "check": check}
         if parts is None:
@@ -163,7 +163,7 @@ def _parts(path: str | os.PathLike[str], shapes: Shapes | Mapping[str, Shapes] |
 def _form(
     model: ModelProto,
     shapes: Shapes | None,
-    dialect: Dialect,
+    runtime: Runtime,
     integer_edges: Collection[str] | None,
     parts: Mapping[Path, Shapes] | None,
 ) -> dict[str, Any]:
@@ -172,21 +172,18 @@ def _form(
     Args:
         model: lowered.
         shapes: see `write_model`.
-        dialect: that it is for.
+        runtime: that it is for.
         integer_edges: see `write_model`.
         parts: of several files that are written; None for one. Several have no open axis.
     """
-    sizes = _fix_sizes(model, shapes, dialect, required=parts is not None or writing_of(dialect).fixed_sizes)
-    if writing_of(dialect).off_codes and open_inputs(model):
-        keep_constants_apart(model)
-    narrow_islands(model, dialect)
-    if writing_of(dialect).for_onnxruntime:
-        leave_inputs_to_kernels(model)
+    sizes = _fix_sizes(model, shapes, runtime, required=parts is not None or runtime.fixed_sizes)
+    runtime.with_sizes(model)
+    narrow_regions(model, {"float16", *runtime.pair_types})
     drop_properties(model, (CACHE_KEY, FILE_KEY))
     if integer_edges is not None:
         take_integer_cache(model, integer_edges)
     facts = {"fixed_shapes": sizes, "session_options": needed_options(model)}
-    return {**require_readable(model, dialect), **facts, "cache": metadata(model).get(CACHE_KEY)}
+    return {**require_readable(model, runtime), **facts, "cache": metadata(model).get(CACHE_KEY)}
 
 
 def _types_of(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -256,14 +253,14 @@ def _embed_facts(
 
 
 def _fix_sizes(
-    model: ModelProto, shapes: Shapes | None, dialect: Dialect, *, required: bool
+    model: ModelProto, shapes: Shapes | None, runtime: Runtime, *, required: bool
 ) -> dict[str, list[int | None]]:
     """Fix the open axes of a lowered model's inputs, in place, and compute all that follows from their sizes.
 
     Args:
         model: lowered.
         shapes: see `write_model`; None for those of the example where fixed ones are required.
-        dialect: that it is for.
+        runtime: that it is for.
         required: no axis may stay open.
 
     Returns:
@@ -278,7 +275,7 @@ def _fix_sizes(
     if wanted or required:
         fixed = with_decided_sizes(with_shapes(model, wanted, least=0))
         leave_out_empty_inputs(fixed)
-        fixed = with_stored_codes(fixed) if writing_of(dialect).fixed_sizes else fixed
+        fixed = with_stored_codes(fixed) if runtime.fixed_sizes else fixed
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
         drop_unused_initializers(fixed.graph)
         model.CopyFrom(fixed)
@@ -292,14 +289,13 @@ def _fix_sizes(
     return {name: list(sizes) for name, sizes in wanted.items()}
 
 
-def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str, prefer: str) -> None:
+def _require_choices(path: str | os.PathLike[str], opset: int, prefer: str) -> None:
     if prefer not in get_args(Prefer):
         raise ConfigError(f"prefer={prefer!r} is unknown; choose one of {', '.join(get_args(Prefer))}")
     if not Path(path).name or Path(path).is_dir():
         raise ExportError(f"cannot write: {os.fspath(path) or 'the path'} is a directory; give the name of a file")
     if opset not in _OPSETS:
         raise ConfigError(f"opset {opset} cannot be written; choose one of {_OPSETS[0]} to {_OPSETS[-1]}")
-    writing_of(dialect)
 
 
 def _require_valid(model: ModelProto, sizes: Mapping[str, Sequence[int | None]]) -> None:

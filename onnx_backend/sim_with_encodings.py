@@ -9,6 +9,7 @@ from typing import Any
 from onnx import ModelProto, numpy_helper
 
 from onnx_backend.export import require_companion
+from onnx_backend.lower import insert
 from onnx_backend.opening.from_float import (
     Notes,
     QuantizedAlreadyError,
@@ -28,13 +29,12 @@ from onnx_backend.proto.lazy_tensors import fake_quantize
 from onnx_backend.proto.model_io import source_name
 from onnx_backend.proto.nodes import attributes, is_mark, metadata, node_label
 from onnx_backend.proto.opsets import at_opset
-from onnx_backend.qdq.insert import insert
-from onnx_backend.qdq.islands.narrow import as_simulated
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
+from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.qdq.read import LITERAL_KEY
 from onnx_backend.runtime.session import with_float_weights
 from onnx_backend.sim import OnnxSim
-from onnx_backend.validation.validate import require_valid
+from onnx_backend.validation.rules import require_valid
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings.match_to_model import MatchedEncodings, require_matched
 from qsdk.core.errors import ModelError

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from onnx_backend.qdq.insert import lower
+from onnx_backend.lower import lower
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim

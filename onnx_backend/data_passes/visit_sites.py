@@ -9,7 +9,7 @@ from onnx import ModelProto, helper
 
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
-from onnx_backend.qdq.float_types import type_of_mark
+from onnx_backend.qdq.graph_editor import type_of_mark
 from onnx_backend.qdq.read import FLOAT_CODES
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session

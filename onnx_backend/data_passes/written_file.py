@@ -25,13 +25,13 @@ from onnx_backend.proto.nodes import attributes
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import dtype_name
 from onnx_backend.proto.write_file import StagedModel
-from onnx_backend.qdq.fusion_barriers import HALVES, needed_options
-from onnx_backend.qdq.islands.narrow import as_simulated
-from onnx_backend.qdq.kernel_casts import has_other_floats
+from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.runtime.compare_runs import RANDOM_OPS
 from onnx_backend.runtime.feeds import as_declared
 from onnx_backend.runtime.providers import CPU_ONLY
 from onnx_backend.runtime.user_session import EndedProcessError, Level, UserSession, user_session
+from onnx_backend.workarounds.kernel_casts import has_other_floats
+from onnx_backend.workarounds.onnxruntime_barriers import HALVES, needed_options
 from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.numerics import affine

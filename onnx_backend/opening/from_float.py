@@ -22,7 +22,7 @@ from onnx_backend.proto.model_io import load, source_name
 from onnx_backend.proto.nodes import lift_constants, node_label
 from onnx_backend.proto.subgraphs import all_nodes, bodies, captured_tensors, reads
 from onnx_backend.proto.weightless import Shape, Types, dtype_name, skeleton, types_of
-from onnx_backend.qdq.dynamic import require_written
+from onnx_backend.qdq.read import require_written
 from onnx_backend.runtime.compare_runs import float_session, unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig

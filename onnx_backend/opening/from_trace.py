@@ -14,7 +14,7 @@ from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.weightless import is_large
-from onnx_backend.qdq.kernel_casts import note_single_roundings
+from onnx_backend.workarounds.kernel_casts import note_single_roundings
 from qsdk.core.graph.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
 

@@ -14,7 +14,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
 from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_inputs, replace_nodes
-from onnx_backend.qdq.float_types import array_type, type_of_mark
+from onnx_backend.qdq.graph_editor import array_type, type_of_mark
 from onnx_backend.qdq.marks import UnpackedQdq
 from qsdk.core.graph.op_facts import AVERAGES, BLOCK_MOVES, EXTREMES, MOVEMENTS
 from qsdk.core.numerics.encoding import Encoding

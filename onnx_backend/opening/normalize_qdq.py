@@ -32,11 +32,11 @@ from onnx_backend.proto.nodes import (
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
-from onnx_backend.qdq.float_types import array_type
-from onnx_backend.qdq.fusion_barriers import COPY_KEY
-from onnx_backend.qdq.islands.narrow import as_simulated
+from onnx_backend.qdq.graph_editor import array_type
 from onnx_backend.qdq.marks import exact_floats, exact_in, open_qdq
+from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, FLOAT_NAMES, LITERAL_KEY, SCALES_KEY, encoding_of_pair
+from onnx_backend.readers import COPY_KEY
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES, DType

@@ -10,9 +10,9 @@ from onnx_backend.export import ENCODINGS_KEY, FILE_KEY, HASH_KEY
 from onnx_backend.opening.read_graph import with_sites
 from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.fusion_barriers import OPTIONS_KEY
 from onnx_backend.qdq.marks import UnpackedQdq
 from onnx_backend.qdq.read import LITERAL_KEY
+from onnx_backend.workarounds.onnxruntime_barriers import OPTIONS_KEY
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings.provenance import GRAPH
 from qsdk.core.encodings.qsdk_format import loads

@@ -8,9 +8,8 @@ from onnx import ModelProto, NodeProto
 from onnx_backend.export import ENCODINGS_KEY
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.frozen import digest, frozen_digests
-from onnx_backend.qdq.islands.narrow import as_simulated
-from onnx_backend.qdq.read import QdqPair, qdq_pairs, read_casts
+from onnx_backend.qdq.narrow_regions import as_simulated
+from onnx_backend.qdq.read import QdqPair, digest, frozen_digests, qdq_pairs, read_casts
 from qsdk.core.encodings.qsdk_format import StoredEncodings, loads
 from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
 from qsdk.core.graph.graph import Graph

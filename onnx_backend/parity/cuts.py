@@ -12,11 +12,10 @@ from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.qdq.dynamic import dynamic_pairs
-from onnx_backend.qdq.fusion_barriers import insert_barriers
-from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, qdq_pairs, type_of_cast
+from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, dynamic_pairs, qdq_pairs, type_of_cast
 from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import simulation_session
+from onnx_backend.workarounds.onnxruntime_barriers import insert_barriers
 
 _NUMPY_TYPES = frozenset({"uint8", "int8", "uint16", "int16", "float16"})  # that the runtime returns as arrays
 Way = Literal["reads", "codes", "values"]

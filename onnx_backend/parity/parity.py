@@ -14,7 +14,7 @@ from onnx_backend.parity.written import ExpectedModel, compare_encodings, compar
 from onnx_backend.passes.decided_sizes import constant_sites
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.islands.narrow import as_simulated
+from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.qdq.read import qdq_pairs
 from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises, Tally
 from qsdk.core.errors import DataError

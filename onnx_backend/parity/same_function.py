@@ -20,8 +20,8 @@ from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, is_stub
 from onnx_backend.proto.nodes import attributes, is_constant, metadata, node_label, says_zero
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies
-from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.read import LITERAL_KEY
+from onnx_backend.readers import COPY_KEY
 
 Array = npt.NDArray[Any]
 Key = tuple[Any, ...]

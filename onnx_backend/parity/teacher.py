@@ -10,8 +10,6 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.other_runtimes.choose import open_in, open_part
-from onnx_backend.other_runtimes.runner import Runner
 from onnx_backend.parity.cuts import Cut, Way, chosen_behind, cut_model
 from onnx_backend.parity.float_outputs import NoisyRuns
 from onnx_backend.proto.graph_queries import input_names, producers
@@ -19,6 +17,8 @@ from onnx_backend.runtime.feeds import as_declared, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.user_session import UserSession
+from onnx_backend.runtimes.registry import open_in
+from onnx_backend.runtimes.runner import Runner
 from qsdk.core.comparing.tally import FLOATS, Tally, float_lsb
 from qsdk.core.errors import DataError
 from qsdk.core.numerics.dtypes import uint8
@@ -72,7 +72,7 @@ class RunOn:
         if self.opener is not None:
             return self.opener(model)
         if self.runtime is not None:
-            return open_in(self.runtime, model) if whole else open_part(self.runtime, model)
+            return open_in(self.runtime, model, whole=whole)
         return SessionRunner(simulation_session(model, providers=self.providers), "what the simulation gives")
 
     def comparable(self, model: ModelProto, cuts: Sequence[Cut]) -> list[Cut]:

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.calibration.stored_tensors import stored_names
-from onnx_backend.dialects.dialect import WRITING, Prefer, noted_form, writing_of
-from onnx_backend.dialects.older_opsets import LOWEST
+from onnx_backend.lower import lower
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
 from onnx_backend.passes.decided_sizes import leave_out
@@ -24,9 +23,10 @@ from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub, rows_of
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import OPSET, opset_of
-from onnx_backend.qdq.fusion_barriers import keep_constants_apart
-from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.older_opsets import LOWEST
 from onnx_backend.qdq.read import QdqPair, stored_tensors
+from onnx_backend.runtimes.registry import RUNTIMES, noted_form
+from onnx_backend.runtimes.runtime import Prefer, Runtime
 from qsdk.core.comparing.tally import Tally, lsb
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
@@ -60,12 +60,13 @@ class ExpectedModel:
         opset = version if version in _OPSETS else OPSET
         noted = noted_form(model)
         # files of older versions note nothing; of the form that is nearest, the differences are the file's own
-        every: list[tuple[str, Prefer]] = [("onnxruntime", "speed"), *((dialect, "size") for dialect in WRITING)]
-        for dialect, prefer in every if noted is None else [noted]:
-            options: dict[str, Any] = {"opset": opset, "dialect": dialect, "prefer": prefer}
+        every: list[tuple[Runtime, Prefer]] = [(runtime, "size") for runtime in RUNTIMES.values()]
+        every.insert(0, (RUNTIMES["onnxruntime"], "speed"))
+        for runtime, prefer in every if noted is None else [noted]:
+            options: dict[str, Any] = {"opset": opset, "dialect": runtime.name, "prefer": prefer}
             form = lower(self.traced.model, self.plan, self.encodings, weights=self.traced.weights, **options)
-            if writing_of(dialect).off_codes and open_inputs(model):
-                keep_constants_apart(form.model)
+            if open_inputs(model):
+                runtime.with_sizes(form.model)
             yield form
 
     def sites(self) -> dict[str, tuple[str, str]]:

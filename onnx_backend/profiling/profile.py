@@ -1,4 +1,4 @@
-"""Profile a model in a runtime: which layer takes which time, in integers or in float."""
+"""What a profile says: rows by layer, cures, and random values to profile with."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,61 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
 
-from onnx_backend.profiling.kernels import Profile
-from onnx_backend.profiling.layers import layers_of, nodes_of
-from onnx_backend.profiling.numbered import number_in, numbered, with_labels
-from onnx_backend.profiling.onnxruntime_profile import profile_in_onnxruntime
-from onnx_backend.profiling.openvino_profile import profile_in_openvino
+from onnx_backend.profiling.kernels import Profile, layers_of, nodes_of, number_in
 from onnx_backend.profiling.speed import slow_in
 from onnx_backend.proto.inputs import inputs_of, noted_example
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.runtime.feeds import random_array
-from qsdk.core.errors import ConfigError, DataError, ModelError
+from qsdk.core.errors import ConfigError
 
 Array = npt.NDArray[Any]
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
-_PROFILERS = {"onnxruntime": profile_in_onnxruntime, "openvino": profile_in_openvino}
-
-
-def profile(
-    model: ModelProto, feeds: Mapping[str, Array], *, runtime: str, threads: int | None, repeats: int
-) -> Profile:
-    """Time a model in a runtime, kernel by kernel.
-
-    Args:
-        model: float, with Q/DQ or integer-only; it is not changed.
-        feeds: input name -> value.
-        runtime: `onnxruntime` or `openvino`.
-        threads: that the runtime may use; None for its own choice.
-        repeats: runs of which each time is the median.
-
-    Raises:
-        ConfigError: the runtime is unknown, not installed, or its times would say nothing; options below 1.
-        ModelError: the runtime cannot load the model.
-        DataError: it does not run on these values.
-    """
-    require_runtime(runtime)
-    if repeats < 1 or (threads is not None and threads < 1):
-        raise ConfigError(f"threads={threads} and repeats={repeats} must be 1 or more")
-    try:
-        return _PROFILERS[runtime](numbered(model), feeds, threads=threads, repeats=repeats)
-    except (ModelError, DataError) as error:
-        raise type(error)(with_labels(str(error), model)) from error
-
-
-def require_runtime(runtime: str) -> None:
-    """Refuse a runtime whose times cannot be taken.
-
-    Raises:
-        ConfigError: it is unknown, or only emulated.
-    """
-    if runtime == "qnn":
-        raise ConfigError(
-            "the HTP of runtime='qnn' is emulated here, and the time of an emulation says nothing about the device; "
-            "profile on the device itself with QNN's own tools, or another runtime: onnxruntime, openvino"
-        )
-    if runtime not in _PROFILERS:
-        raise ConfigError(f"runtime={runtime!r} is unknown; choose one of {', '.join(_PROFILERS)}")
 
 
 def rows_of(model: ModelProto, found: Profile) -> Iterator[dict[str, Any]]:

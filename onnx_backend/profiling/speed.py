@@ -14,13 +14,12 @@ from typing import Any
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto
 
-from onnx_backend.dialects.readers import Readers, type_name
-from onnx_backend.profiling.kernels import Kernel
-from onnx_backend.profiling.layers import nodes_of, plain_type
+from onnx_backend.profiling.kernels import Kernel, nodes_of, plain_type
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.readers import Readers, type_name
 from onnx_backend.runtime.session_input import stored_bytes
 from onnx_backend.runtime.user_session import EndedProcessError, UserSession, user_session
-from onnx_backend.validation.finding import Finding, note
+from onnx_backend.validation.scope import Finding, note
 from qsdk.core.planning.fast_table import LAYERS_ON_CODES, kernel_of
 from qsdk.core.site import owner_of
 

@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.dialects.readers import Readers, quantizers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, names_in, unique
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
@@ -44,6 +43,7 @@ from onnx_backend.proto.nodes import (
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large, skeleton
+from onnx_backend.readers import Readers, quantizers
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
 

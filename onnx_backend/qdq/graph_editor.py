@@ -1,12 +1,17 @@
-"""The editor of a model whose marks are being replaced: the nodes so far, and which tensor replaces which."""
+"""The editor of a model whose marks are being replaced: the nodes so far, and which tensor replaces which.
 
-from collections.abc import Sequence
+The runtimes' pairs compute in float32. A float16 tensor whose scales are float16 too has a pair of its own type, which
+ONNX Runtime computes in float32 as well (measured; from opset 23 on the attribute `precision` says so, before it no
+file can). All others are cast to float32 in front of the pair and back behind it, and these casts record their site.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored
 from onnx_backend.proto.nodes import (
@@ -18,6 +23,7 @@ from onnx_backend.proto.nodes import (
     set_metadata,
 )
 from onnx_backend.proto.weightless import is_large
+from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from qsdk.core.errors import ModelError
 from qsdk.core.numerics.encoding import Encoding
 
@@ -30,6 +36,8 @@ class GraphEditor:
     Attributes:
         large: the stored tensors that the model has only stubs of, by name.
         explicit: every pair states its type by a zero point.
+        pair_types: float types, other than float32, that pairs can have.
+        narrow_scales: see `Runtime`.
         nodes: the nodes of the new model.
         rows: one per site, for the report.
         renamed: a mark's output -> the tensor that its readers read now.
@@ -44,10 +52,16 @@ class GraphEditor:
     """
 
     def __init__(
-        self, model: ModelProto, dialect: Dialect, large: dict[str, LargeTensor], *, explicit: bool = False
+        self,
+        model: ModelProto,
+        large: dict[str, LargeTensor],
+        *,
+        explicit: bool = False,
+        pair_types: Collection[str] = (),
+        narrow_scales: bool = False,
     ) -> None:
-        self.model, self.graph, self.dialect, self.large = model, model.graph, dialect, large
-        self.explicit = explicit
+        self.model, self.graph, self.large = model, model.graph, large
+        self.explicit, self.pair_types, self.narrow_scales = explicit, pair_types, narrow_scales
         self.nodes: list[NodeProto] = []
         self.rows: list[dict[str, Any]] = []
         self.renamed: dict[str, str] = {}
@@ -171,3 +185,45 @@ def write_site(dequantize: NodeProto, site: str, encoding: Encoding, kind: str) 
         set_metadata(dequantize, dtype=encoding.dtype.name)
     if kind:
         set_metadata(dequantize, kind=kind)
+
+
+def type_of_mark(mark: NodeProto) -> str:
+    """Return the float type of the tensor that a mark marks: float32, float16, bfloat16 or float64."""
+    return str(attributes(mark).get("dtype", FLOAT32))
+
+
+def array_type(dtype: str) -> np.dtype[Any]:
+    """Return the NumPy (or ml_dtypes) type of a float type."""
+    return np.dtype(helper.tensor_dtype_to_np_dtype(FLOAT_CODES[dtype]))
+
+
+def pair_type(at: GraphEditor, dtype: str, encoding: Encoding) -> str:
+    """Return the float type of the pair that quantizes a tensor: its own if that holds every scale, else float32."""
+    if dtype not in at.pair_types or not encoding.dtype.is_integer or encoding.dtype.narrows_container:
+        return FLOAT32
+    with np.errstate(over="ignore"):
+        narrow = encoding.scale.astype(array_type(dtype)).astype(np.float32)
+    return dtype if np.array_equal(narrow, encoding.scale) else FLOAT32
+
+
+def scales_as(scale: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    """Return scales in the float type of their pair."""
+    return scale.astype(array_type(dtype))
+
+
+def widen(at: GraphEditor, site: str, source: str, dtype: str) -> str:
+    """Cast a tensor to float32 for its pair; return the new tensor, or the given one where it is float32."""
+    if dtype == FLOAT32:
+        return source
+    wide = unique(f"{site}/float32", at.taken)
+    set_metadata(at.add("Cast", [source], wide, f"{site}/widen", to=FLOAT_CODES[FLOAT32]), cast_of=site)
+    return wide
+
+
+def dequantize_to(at: GraphEditor, site: str, inputs: list[str], name: str, dtype: str, **options: Any) -> NodeProto:
+    """Add the DequantizeLinear of a site whose result is the tensor `name`, cast to a type if that is not float32."""
+    wide = name if dtype == FLOAT32 else unique(f"{site}/dequantized32", at.taken)
+    dequantize = at.add("DequantizeLinear", inputs, wide, f"{site}/dequantize", **options)
+    if dtype != FLOAT32:
+        set_metadata(at.add("Cast", [wide], name, f"{site}/narrow", to=FLOAT_CODES[dtype]), cast_of=site)
+    return dequantize

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.dialects.readers import BLOCK_KEY, Readers
 from onnx_backend.proto.graph_queries import consumers, names_in, nodes_reaching, unique
 from onnx_backend.proto.nodes import (
     attributes,
@@ -23,7 +22,7 @@ from onnx_backend.proto.nodes import (
     replace_nodes,
     set_metadata,
 )
-from onnx_backend.qdq.fusion_barriers import COPY_KEY
+from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics import affine
 

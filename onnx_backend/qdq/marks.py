@@ -20,14 +20,12 @@ from onnx_backend.proto.nodes import (
     rename_inputs,
     replace_nodes,
 )
-from onnx_backend.qdq.dynamic import dynamic_pairs
-from onnx_backend.qdq.float_types import array_type
-from onnx_backend.qdq.fusion_barriers import COPY_KEY
-from onnx_backend.qdq.islands.entries import remove_entries
-from onnx_backend.qdq.islands.narrow import as_simulated
-from onnx_backend.qdq.kernel_casts import remove_kernel_casts
+from onnx_backend.qdq.graph_editor import array_type
 from onnx_backend.qdq.layer_inputs import input_blocks, without_rounded_inputs
-from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, qdq_pairs, type_of_cast
+from onnx_backend.qdq.narrow_regions import as_simulated, remove_entries
+from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, dynamic_pairs, qdq_pairs, type_of_cast
+from onnx_backend.readers import COPY_KEY
+from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
@@ -91,7 +89,7 @@ class UnpackedQdq:
 
 
 def open_qdq(model: ModelProto) -> UnpackedQdq:
-    """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `qdq.insert`.
+    """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `lower`.
 
     Raises:
         FileFormatError: an encoding cannot be read; names the node.

@@ -1,5 +1,6 @@
 """Read encodings from QuantizeLinear and DequantizeLinear nodes: the inverse of `insert`."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,11 +11,12 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, producers
-from onnx_backend.proto.nodes import attributes, constant_tensor, metadata, node_label
-from onnx_backend.qdq.fusion_barriers import COPY_KEY
-from qsdk.core.errors import CalibrationError, FileFormatError
+from onnx_backend.proto.nodes import attributes, constant_tensor, metadata, node_label, set_metadata
+from onnx_backend.readers import COPY_KEY
+from qsdk.core.errors import CalibrationError, ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named
 from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.planning.plan import Decision
 
 _CONTAINERS = [dtype for dtype in DTYPES.values() if dtype.is_quantized and dtype.container == dtype.name]
 #: metadata of a DequantizeLinear that is kept as it stands in the file and belongs to no site
@@ -262,3 +264,79 @@ def _narrowed(
             if (float(encoding.low[0]), float(encoding.high[0])) == (low, high):
                 return candidate
     return dtype
+
+
+def require_written(decisions: Iterable[Decision]) -> None:
+    """Refuse sites with the range of each token, for which ONNX has no quantizer.
+
+    Raises:
+        ExportError: names the first of them, and the remedy.
+    """
+    for decision in decisions:
+        if decision.spec is not None and decision.spec.dynamic == "token":
+            raise ExportError(
+                f"{decision.site} has the range of each token, for which an ONNX file has no quantizer; export the "
+                'module with format="compressed-tensors", or choose dynamic_activations=True (the range of each tensor)'
+            )
+
+
+@dataclass(frozen=True)
+class DynamicPair:
+    """A dynamically quantized site.
+
+    Attributes:
+        site: from the node's metadata, else the name of the tensor that is quantized.
+        kind: activation, input or output.
+        quantize: the DynamicQuantizeLinear.
+        source: the tensor that is quantized; where it is not float32, the pair has casts around it.
+        output: the tensor that readers read.
+        tensor_type: the float type of both.
+    """
+
+    site: str
+    kind: str
+    quantize: NodeProto
+    source: str
+    output: str
+    tensor_type: str
+
+
+def dynamic_pairs(model: ModelProto) -> list[DynamicPair]:
+    """List the dynamically quantized sites of a model in graph order, the first DequantizeLinear of each."""
+    made_by = producers(model.graph.node)
+    casts = casts_behind_pairs(model.graph.node)
+    found: dict[str, DynamicPair] = {}
+    for node in model.graph.node:
+        quantize = made_by.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if quantize is None or quantize.op_type != "DynamicQuantizeLinear" or node.input[:] != quantize.output[:]:
+            continue
+        facts = metadata(node)
+        site, kind = facts.get("qsdk.site") or quantize.input[0], facts.get("qsdk.kind") or "activation"
+        source, output, tensor_type = quantize.input[0], node.output[0], FLOAT32
+        if output in casts:
+            source, output, tensor_type = made_by[source].input[0], casts[output].output[0], type_of_cast(casts[output])
+        found.setdefault(site, DynamicPair(site, kind, quantize, source, output, tensor_type))
+    return list(found.values())
+
+
+def mark_frozen(model: ModelProto, encodings: Mapping[str, Encoding]) -> None:
+    """Note at the DequantizeLinear nodes of frozen encodings that they are frozen, in place."""
+    frozen = {site: digest(encoding) for site, encoding in encodings.items() if encoding.frozen}
+    for node in model.graph.node:
+        site = metadata(node).get("qsdk.site") if node.op_type == "DequantizeLinear" else None
+        if site in frozen:
+            set_metadata(node, frozen=frozen[site])
+
+
+def frozen_digests(model: ModelProto) -> dict[str, str]:
+    """Return site -> digest of the encoding that was frozen there when the file was written."""
+    facts = (metadata(node) for node in model.graph.node if node.op_type == "DequantizeLinear")
+    return {
+        entry["qsdk.site"]: entry["qsdk.frozen"] for entry in facts if "qsdk.frozen" in entry and "qsdk.site" in entry
+    }
+
+
+def digest(encoding: Encoding) -> str:
+    """Return a digest of an encoding; an edited encoding has another one and is no longer frozen."""
+    facts = repr((encoding.dtype.name, encoding.axis, encoding.block_size, encoding.scale.shape)).encode()
+    return hashlib.sha256(facts + encoding.scale.tobytes() + encoding.zero_point.tobytes()).hexdigest()[:16]

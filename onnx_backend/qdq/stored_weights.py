@@ -15,8 +15,7 @@ from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantize_tensor
 from onnx_backend.proto.nodes import attributes, metadata, set_metadata
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as
-from onnx_backend.qdq.graph_editor import GraphEditor, write_site
+from onnx_backend.qdq.graph_editor import GraphEditor, dequantize_to, pair_type, scales_as, write_site
 from onnx_backend.qdq.read import FLOAT32
 from qsdk.core.errors import ExportError
 from qsdk.core.graph.op_facts import LINEAR
@@ -63,7 +62,7 @@ def store(
             scale, zero_point = scale.transpose(permutation), zero_point.transpose(permutation)
         output = _fold(at, output)
     stored = at.once(source, _fingerprint(encoding, permutation), codes, "_quantized")
-    own_type = pair_type(tensor_type, encoding, at.dialect)
+    own_type = pair_type(at, tensor_type, encoding)
     parameters, options = _parameters(at, site, encoding, scales_as(scale, own_type), zero_point)
     name = at.target(site, output, "dequantized")
     options |= where(encoding, axis)
@@ -149,9 +148,9 @@ def _parameters(
 ) -> tuple[list[str], dict[str, int]]:
     """Return the inputs of a DequantizeLinear after its codes, and the attributes that these need.
 
-    In dialect `onnx`, block scales of float8 and float4 tensors are stored in the narrow type that holds them.
+    Where runtimes read them, block scales of float8 and float4 tensors are stored in the narrow type that holds them.
     """
-    narrow = scale_dtype_of(encoding) if at.dialect == "onnx" and not encoding.dtype.is_integer else None
+    narrow = scale_dtype_of(encoding) if at.narrow_scales and not encoding.dtype.is_integer else None
     if narrow == float8e8m0 and opset_of(at.model) >= _NARROW_SCALES:
         exponents = np.ascontiguousarray(scale).astype(ml_dtypes.float8_e8m0fnu)
         return [at.initializer(exponents, f"{site}/scale")], {"output_dtype": int(TensorProto.FLOAT)}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto
 
-from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, rename_inputs, replace_nodes
+from onnx_backend.readers import Readers
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session import (
     computes_in_narrow_floats,

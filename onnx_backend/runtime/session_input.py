@@ -13,8 +13,8 @@ from onnx_backend.proto.graph_queries import input_names, names_in, unique
 from onnx_backend.proto.nodes import rename_inputs, replace_nodes
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
-from onnx_backend.qdq.kernel_casts import LACKING, ROUNDED, has_other_floats, insert_kernel_casts
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
+from onnx_backend.workarounds.kernel_casts import LACKING, ROUNDED, has_other_floats, insert_kernel_casts
 
 
 def cast_bfloat16_edges(model: ModelProto) -> None:

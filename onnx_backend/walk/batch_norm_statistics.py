@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
+from onnx_backend.lower import lower
 from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow
 from onnx_backend.proto.nodes import attributes, node_label
-from onnx_backend.qdq.insert import lower
-from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.sections import Section, Stream, bfloat16_in
+from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 from qsdk.core.errors import DataError
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.statistics import ChannelStatistics, Together, deviation, merge

@@ -12,17 +12,17 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx.numpy_helper import from_array
 
 from onnx_backend.data_passes.relu6 import graph_as_it_runs
+from onnx_backend.lower import lower
 from onnx_backend.proto.external_data import FLOATS, array, float_array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, from_source, narrow, on_grid, without_large
 from onnx_backend.proto.nodes import drop_unused_initializers, is_mark, metadata, replace_nodes
-from onnx_backend.qdq.insert import lower
-from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.runtime.session_memory import shared_memory
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.run import FLOAT, QUANTIZED, LiveTensors, PairedRun
 from onnx_backend.walk.sections import TAG, Stream, bfloat16_in
 from onnx_backend.walk.steps import LayerCall, LayerGroup, layer_groups
+from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 from qsdk.core.errors import ModelError
 from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.lazy_arrays import LazyArrays

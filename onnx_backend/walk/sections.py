@@ -14,7 +14,7 @@ from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large, types_of
-from onnx_backend.qdq.kernel_casts import has_other_floats
+from onnx_backend.workarounds.kernel_casts import has_other_floats
 from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
 
 #: metadata that matches the nodes of two versions of a graph

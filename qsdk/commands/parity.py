@@ -6,7 +6,7 @@ from argparse import Namespace
 from onnx_backend.data_passes.session_parity import check_session
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
+from onnx_backend.qdq.narrow_regions import NOTHING_QUANTIZED, is_anything_quantized
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.printing import show

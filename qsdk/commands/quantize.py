@@ -11,6 +11,7 @@ from typing import Any
 
 from onnx_backend.proto.inputs import ModelInput, inputs_of
 from onnx_backend.proto.model_io import load
+from onnx_backend.runtimes.registry import RUNTIMES
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import Batch, FileBatches, batches_of_options, one_sample, source_in_words
 from qsdk.commands.checkpoint import quantize_folder
@@ -108,9 +109,15 @@ def _require_out(options: Namespace) -> None:
 def _exported(sim: Sim, options: Namespace) -> Report:
     if _writes_folder(options):
         return export(sim, options.out, format="compressed-tensors", prefer=options.prefer)
-    shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
+    shapes = dict(options.shape) if _has_fixed_sizes(options.dialect) and options.shape else None
     form: dict[str, Any] = {"opset": options.opset, "prefer": options.prefer}
     return export(sim, options.out, dialect=options.dialect or "onnxruntime", shapes=shapes, **form)
+
+
+def _has_fixed_sizes(dialect: str | None) -> bool:
+    """Return whether files of a dialect (or format of `--format`) have one size of every input."""
+    runtime = RUNTIMES.get(dialect or "")
+    return runtime is not None and runtime.fixed_sizes
 
 
 def _opened(options: Namespace) -> _Opened:
@@ -125,7 +132,7 @@ def _opened(options: Namespace) -> _Opened:
     if not names_function(options.model):
         inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
         files = _files(options, inputs)
-        example = one_sample(files) if dialect == "qnn" else files  # the example fixes the sizes of that file
+        example = one_sample(files) if _has_fixed_sizes(dialect) else files  # the example fixes the sizes of that file
         sim: Sim = quantize(options.model, next(iter(example), None), config, **more)
         return _Opened(sim, files, files, inputs, lambda files: files, list)
     made = made_module(options.model)

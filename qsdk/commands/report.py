@@ -8,7 +8,7 @@ from onnx import ModelProto
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.sizes import file_bytes, sizes
-from onnx_backend.validation.validate import validate
+from onnx_backend.runtimes.validate import validate
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show

@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
+from onnx_backend.qdq.narrow_regions import NOTHING_QUANTIZED, is_anything_quantized
 from qsdk.commands.printing import show
 from qsdk.core.report import Report
 from qsdk.verbs.qdq_files import validated

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.opening.stored_encodings import stored_encodings
 from onnx_backend.proto import model_io
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_with_encodings import NOT_MENTIONED, sim_with_encodings
+from qsdk.core.config.for_dialect import Dialect
 from qsdk.core.encodings.formats import read_any
 from qsdk.core.encodings.match_to_model import UNMATCHED, MatchedEncodings, match_by_name, match_by_structure
 from qsdk.core.encodings.provenance import GRAPH

@@ -6,7 +6,6 @@ from dataclasses import asdict
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.dialects.dialect import Dialect, writing_of
 from onnx_backend.export import require_companion
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.passes.canonicalize import densify
@@ -14,10 +13,13 @@ from onnx_backend.profiling.speed import slow_parts
 from onnx_backend.proto import model_io
 from onnx_backend.proto.external_data import require_no_external_data
 from onnx_backend.qdq import read
-from onnx_backend.qdq.fusion_barriers import needed_options
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.runtime.session import opened_file
-from onnx_backend.validation import validate as validation
+from onnx_backend.runtimes.registry import runtime_named
+from onnx_backend.runtimes.validate import validate as validate_model
+from onnx_backend.validation.rules import require_valid
+from onnx_backend.workarounds.onnxruntime_barriers import needed_options
+from qsdk.core.config.for_dialect import Dialect
 from qsdk.core.report import Report
 
 OnnxSource = str | os.PathLike[str] | ModelProto
@@ -49,8 +51,8 @@ def validate(model: OnnxSource, *, dialect: Dialect | None = None) -> Report:
 
 def validated(model: ModelProto, dialect: str | None) -> Report:
     """Validate an opened model by all rules, `speed` included, for which an ordinary session is opened."""
-    report = validation.validate(model, dialect=dialect)
-    if report.summary["errors"] or not (dialect is None or writing_of(dialect).for_onnxruntime):
+    report = validate_model(model, dialect=dialect)
+    if report.summary["errors"] or not runtime_named(dialect or "onnxruntime").simulates:
         return report
     return Report(report.title, [*report.rows, *(asdict(one.finding()) for one in slow_parts(model))], report.summary)
 
@@ -125,5 +127,5 @@ def checked_qdq(model: ModelProto, source: OnnxSource) -> ModelProto:
     if not isinstance(source, ModelProto):
         require_companion(model, source)
     densify(model.graph)
-    validation.require_valid(model, model_io.source_name(source))
+    require_valid(model, model_io.source_name(source))
     return model

@@ -9,21 +9,20 @@ from onnx import ModelProto
 from torch import nn
 
 from onnx_backend.data_passes.overflow import with_overflow
-from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.export import Shapes, without_uncalibrated
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.from_float import with_fixed_inputs
-from onnx_backend.other_runtimes.runner import RuntimeName
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.fast_forms import with_pairs
-from onnx_backend.qdq.quantized_parts import has_narrow_sites
+from onnx_backend.qdq.narrow_regions import has_narrow_sites
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_with_encodings import open_as_written, open_with_config
 from qsdk.algorithms.ranks import all_gather
 from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk.core.config.for_dialect import Dialect, RuntimeName
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod

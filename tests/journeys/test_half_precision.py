@@ -10,7 +10,7 @@ from torch import nn
 import qsdk
 from onnx_backend.data_passes.session_parity import check_session
 from onnx_backend.proto.weightless import types_of
-from onnx_backend.validation.validate import validate
+from onnx_backend.runtimes.validate import validate
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 CODES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}

@@ -10,9 +10,9 @@ import pytest
 from real_models import MODELS
 
 import qsdk
+from onnx_backend.lower import insert
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.qdq.insert import insert
 from onnx_backend.runtime.compare_runs import float_session
 from qsdk.core.planning.plan import Plan
 

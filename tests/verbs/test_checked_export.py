@@ -17,8 +17,9 @@ from torch import nn
 
 import qsdk
 from onnx_backend.data_passes import written_file
-from onnx_backend.qdq import fusion_barriers, insert
 from onnx_backend.runtime.user_session import user_session
+from onnx_backend.runtimes import onnxruntime
+from onnx_backend.workarounds import onnxruntime_barriers
 from qsdk.core.errors import ExportError, ModelError
 from qsdk.verbs.doors.onnx_door import OnnxDoor
 
@@ -53,7 +54,7 @@ def calibrated(model, config):
 
 
 def without_barriers(monkeypatch):
-    monkeypatch.setattr(insert, "insert_barriers", lambda *given, **options: None)
+    monkeypatch.setattr(onnxruntime, "insert_barriers", lambda *given, **options: None)
 
 
 def listed(folder):
@@ -374,6 +375,6 @@ def test_windows_beyond_the_edge_of_a_pool_are_divided_by_what_they_hold(pad, tm
     sim = qsdk.quantize(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), pool, nn.Conv2d(16, 4, 1)).eval(), x)
     qsdk.calibrate(sim, [x], progress=False)
     qsdk.export(sim, tmp_path / "model.onnx")
-    monkeypatch.setattr(fusion_barriers, "_divides_by_more", lambda node: False)
+    monkeypatch.setattr(onnxruntime_barriers, "_divides_by_more", lambda node: False)
     with pytest.raises(ExportError, match=r"2:output: \d+ steps off"):  # what the runtime's own kernel makes of it
         qsdk.export(sim, tmp_path / "fused.onnx")

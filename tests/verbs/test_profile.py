@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, weights
 
 import qsdk
-from onnx_backend.profiling import onnxruntime_profile, openvino_profile
+from onnx_backend.runtimes import onnxruntime, openvino
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
 from qsdk.demo.data import load
@@ -120,7 +120,7 @@ def test_integer_only_file_computes_no_float(demo: Demo):
 @pytest.mark.parametrize(("times", "noisy"), [([1.0, 1.1] * 5, False), ([1.0, 1.0, 1.0, 2.0, 3.0] * 2, True)])
 def test_times_that_differ_from_run_to_run_are_called_noisy(demo: Demo, monkeypatch, times: list[float], noisy: bool):
     waits = iter(1e-3 * np.array(times))
-    monkeypatch.setattr(onnxruntime_profile, "_seconds", lambda session, feeds: float(next(waits)))
+    monkeypatch.setattr(onnxruntime, "_seconds", lambda session, feeds: float(next(waits)))
     summary = profiled(demo.files["qdq"], repeats=10).summary
     assert summary["ms"] == pytest.approx(np.median(times))
     assert ("noisy" in summary) == noisy
@@ -202,7 +202,7 @@ def test_kernel_that_replaces_many_nodes_names_them_all():
 
 def test_kernels_that_openvino_calls_not_run_are_listed(monkeypatch):
     # what takes less than half a microsecond has no time there, and its nodes must not go to another kernel
-    monkeypatch.setattr(openvino_profile, "_average_times", lambda runner: {})
+    monkeypatch.setattr(openvino, "_average_times", lambda runner: {})
     rows = profiled(spelled_out(), runtime="openvino").rows
     assert {row["layer"]: row["nodes"] for row in rows}["product"] == "product, bias, relu"
     assert len(rows) > 1

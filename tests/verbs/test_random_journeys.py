@@ -18,7 +18,7 @@ from random_networks import RandomNetwork, random_network
 from torch import Tensor
 from torch_models import seeded
 
-from onnx_backend.qdq.islands.narrow import as_simulated
+from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.dialects.onnxruntime_table import SOFTMAX_CLOSE, softmax_error, softmax_steps
 from onnx_backend.integer.codegen.channels_last import in_blocks, turned
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
@@ -26,6 +25,7 @@ from onnx_backend.integer.ir.operations import (
     WindowSum,
 )
 from onnx_backend.integer.ir.values import ActivationEncoding, Array, Function, Term
+from onnx_backend.workarounds.onnxruntime_table import SOFTMAX_CLOSE, softmax_error, softmax_steps
 from qsdk.core.ranges.ranges import of_whole_steps
 
 CONTRIB = "com.microsoft"

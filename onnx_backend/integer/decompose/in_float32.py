@@ -10,9 +10,9 @@ from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.proto.weightless import types_of
-from onnx_backend.qdq.islands.entries import ENTRY_KEY, remove_entries
-from onnx_backend.qdq.kernel_casts import remove_kernel_casts
+from onnx_backend.qdq.narrow_regions import ENTRY_KEY, remove_entries
 from onnx_backend.qdq.read import CAST_KEY, FLOAT_NAMES
+from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 
 _OTHERS = frozenset(code for code in FLOAT_NAMES if code != TensorProto.FLOAT)
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "precision", "to"})

@@ -28,7 +28,7 @@ from onnx_backend.passes.fold_constants import evaluate, fold
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import attributes, metadata
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.qdq.islands.entries import TYPE_KEY
+from onnx_backend.qdq.narrow_regions import TYPE_KEY
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 _OPTIONAL = ("BatchNormalization", "Dropout", "LayerNormalization", "MaxPool")

@@ -14,8 +14,8 @@ from onnx import ModelProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
 from onnx_backend.proto.nodes import attributes
+from onnx_backend.runtimes.openvino import OpenVinoRunner
 from qsdk.core.errors import IntegerError
 
 Array = npt.NDArray[Any]

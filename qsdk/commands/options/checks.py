@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qsdk.commands.options.shared import DIALECTS, add_command, add_data, entry
+from qsdk.commands.options.shared import DIALECTS, RUNTIMES, TIMED, add_command, add_data, entry
 
 
 def add_validate(commands: Any) -> None:
@@ -52,7 +52,7 @@ def add_parity(commands: Any) -> None:
     )
     parity.add_argument(
         "--runtime",
-        choices=("onnxruntime", "openvino", "qnn"),
+        choices=RUNTIMES,
         help="run the file there as an application would, with its fusions, in place of a session of --level",
     )
     parity.add_argument("--against", metavar="FILE", help="compare with the simulation of this Q/DQ file instead")
@@ -100,7 +100,7 @@ def add_profile(commands: Any) -> None:
     add_data(profile, required=False)
     profile.add_argument(
         "--runtime",
-        choices=("onnxruntime", "openvino"),
+        choices=TIMED,
         default="onnxruntime",
         help="that runs the model (default: onnxruntime)",
     )

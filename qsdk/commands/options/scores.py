@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from qsdk.commands.options.shared import CONFIGS, add_command, add_data, add_rules
+from qsdk.commands.options.shared import CONFIGS, RUNTIMES, add_command, add_data, add_rules
 
 
 def add_evaluate(commands: Any) -> None:
@@ -20,7 +20,7 @@ def add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--against", metavar="FILE", help="a model to score beside it, such as the float one")
     evaluate.add_argument(
         "--runtime",
-        choices=("onnxruntime", "openvino", "qnn"),
+        choices=RUNTIMES,
         help="run the files there as an application would (default: onnxruntime, on its CPU)",
     )
     evaluate.set_defaults(run="qsdk.commands.scores.evaluate:run")

@@ -1,11 +1,13 @@
 """What the parsers of all commands share: the frame of a command, and the options that select its data."""
 
 import argparse
-from typing import Any
+from typing import Any, get_args
+
+from qsdk.core.config.for_dialect import Dialect, RuntimeName, TimedRuntime
 
 CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
 CONFIGS = "w8a8, w8a16, w4a8, w4a16, weight_only (4 bits) or a JSON file"
-DIALECTS = ("onnxruntime", "onnx", "openvino", "qnn", "tensorrt")
+DIALECTS, RUNTIMES, TIMED = get_args(Dialect), get_args(RuntimeName), get_args(TimedRuntime)
 
 
 def add_command(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:

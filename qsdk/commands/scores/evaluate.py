@@ -8,16 +8,16 @@ from typing import Any
 import numpy.typing as npt
 from onnx import ModelProto
 
-from onnx_backend.other_runtimes.choose import open_in
-from onnx_backend.other_runtimes.qnn_runner import QnnRunner
-from onnx_backend.other_runtimes.runner import Runner
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtime.compare_runs import unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, run_session
 from onnx_backend.runtime.user_session import EndedProcessError, UserSession, user_session
-from onnx_backend.validation.validate import validate
+from onnx_backend.runtimes.qnn import QnnRunner
+from onnx_backend.runtimes.registry import open_in
+from onnx_backend.runtimes.runner import Runner
+from onnx_backend.runtimes.validate import validate
 from qsdk.commands.batches import batches_of_options, source_in_words
 from qsdk.commands.printing import show
 from qsdk.commands.scores.metric import Scorer, scorer_of_options

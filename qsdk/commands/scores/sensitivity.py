@@ -5,7 +5,7 @@ from typing import Any
 
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.quantized_parts import is_anything_quantized
+from onnx_backend.qdq.narrow_regions import is_anything_quantized
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.config_of_options import config_of

@@ -1,11 +1,20 @@
-"""What a config has to change so that a runtime can compute every site as it is simulated."""
+"""The names of runtimes, and what a config has to change so that one can compute every site as it is simulated.
+
+How to write for a runtime, and how to run it, says its object in `onnx_backend/runtimes/`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, float32, int4, int8, int8_exact, uint8, uint16
+
+#: the dialects of ONNX files, one per runtime, and the standard's own form
+Dialect = Literal["onnxruntime", "onnx", "openvino", "qnn", "tensorrt"]
+#: those of them that run here, and those whose times can be taken
+RuntimeName = Literal["onnxruntime", "openvino", "qnn"]
+TimedRuntime = Literal["onnxruntime", "openvino"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Changes:
         weights_by_processor: kind of processor -> the dtype of int8 weights of layers beside activations of uint8, with
             which its kernels are exact.
         hardware: of `qsdk.core.planning.hardware`, for configs that name none.
+        placements: of pairs, the default first; with `all` in place of it, no hardware is named.
         int8_inputs: True if layers whose weights alone are quantized are fastest on inputs rounded to int8.
         fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
     """
@@ -38,6 +48,7 @@ class Changes:
     only_linear: bool = False
     weights_by_processor: Mapping[str, DType] = field(default_factory=dict)
     hardware: str | None = None
+    placements: tuple[str, ...] = ("all",)
     int8_inputs: bool = False
     fused_slopes: bool | None = None
 
@@ -51,6 +62,7 @@ CHANGES: Mapping[str, Changes] = {
         weights_by_processor={"any": int8_exact, "vnni": int8, "avx2": uint8, "arm64": int8},
         int8_inputs=True,
         hardware="onnxruntime",
+        placements=("kernels", "all"),
     ),
     "onnx": Changes(),
     "openvino": Changes(
@@ -161,12 +173,12 @@ def hardware_in(dialect: str, placement: str | None) -> str | None:
     Raises:
         ConfigError: a placement that the dialect does not have.
     """
-    found = CHANGES[dialect].hardware
-    if placement not in (None, "all", *(["kernels"] if dialect == "onnxruntime" else [])):
+    changes = CHANGES[dialect]
+    if placement not in (None, *changes.placements):
         raise ConfigError(
             f"unknown placement {placement!r} for the dialect {dialect}; choose all, or kernels for onnxruntime"
         )
-    return None if placement == "all" and dialect == "onnxruntime" else found
+    return changes.hardware if placement in (None, changes.placements[0]) else None
 
 
 def fuses_slopes(dialect: str) -> bool | None:

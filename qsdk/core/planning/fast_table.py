@@ -1,6 +1,6 @@
 """What ONNX Runtime's default level computes on codes, and with which kernel: the table of what is fast.
 
-Measured on onnxruntime 1.32 (CPU, x86); `tests/onnx_backend/dialects/test_fast_table.py` derives it again from the
+Measured on onnxruntime 1.32 (CPU, x86); `tests/onnx_backend/runtimes/test_fast_table.py` derives it again from the
 models that the installed runtime makes of one op between two pairs. What is wrong stands in `onnxruntime_table`.
 """
 

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk.core.config.for_dialect import TimedRuntime
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.plan import Decision
@@ -26,7 +27,7 @@ from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers
 from qsdk.verbs.analysis.precision import float_ms, mixed_precision
-from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
+from qsdk.verbs.analysis.profile import profile
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim, door_of
@@ -64,7 +65,7 @@ class _Budgets(SeededOptions, total=False):
 
     max_bytes: int | None
     max_ms: float | None
-    runtime: ProfiledRuntime
+    runtime: TimedRuntime
 
 
 def autoquant(

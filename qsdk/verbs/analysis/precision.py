@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Unpack
 
-from onnx_backend.profiling.profile import require_runtime
+from onnx_backend.runtimes.registry import timed_runtime
+from qsdk.core.config.for_dialect import TimedRuntime
 from qsdk.core.precision import advice
 from qsdk.core.precision.advice import SiteSample
 from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_budget, search_precision
@@ -17,7 +18,7 @@ from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers, rounded_facts
-from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
+from qsdk.verbs.analysis.profile import profile
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
@@ -66,7 +67,7 @@ def mixed_precision(
     levels: Sequence[Mapping[str, str]] = LEVELS,
     max_evaluations: int = EVALUATIONS,
     max_ms: float | None = None,
-    runtime: ProfiledRuntime | Callable[[Any], float] = "onnxruntime",
+    runtime: TimedRuntime | Callable[[Any], float] = "onnxruntime",
     **options: Unpack[DataOptions],
 ) -> Report:
     """Raise as few sites as possible to keep a metric within a budget of that of the original float model.
@@ -152,7 +153,7 @@ def _counted(metric: Callable[[Any], float], most: int, progress: bool) -> Itera
         yield counted
 
 
-def _stopwatch(sim: Sim, runtime: ProfiledRuntime | Callable[[Any], float]) -> Callable[[], float]:
+def _stopwatch(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> Callable[[], float]:
     """Return a function that measures the milliseconds of a sim as it is then.
 
     Raises:
@@ -160,11 +161,11 @@ def _stopwatch(sim: Sim, runtime: ProfiledRuntime | Callable[[Any], float]) -> C
     """
     if callable(runtime):
         return partial(runtime, sim)
-    require_runtime(runtime)
+    timed_runtime(runtime)
     return lambda: float(profile(sim, runtime=runtime, progress=False).summary["ms"])
 
 
-def float_ms(sim: Sim, runtime: ProfiledRuntime | Callable[[Any], float]) -> float | None:
+def float_ms(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> float | None:
     """Return the milliseconds of a sim with every site in float; None of a Q/DQ file, which has no float model."""
     if sim.config is None:
         return None

@@ -8,18 +8,18 @@ from typing import Any, Literal, Unpack, get_args
 
 from onnx import ModelProto
 
-from onnx_backend.profiling import profile as profiling
 from onnx_backend.profiling.kernels import Precision, Profile
+from onnx_backend.profiling.profile import cures_of, random_feeds_for, rows_of
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of
+from onnx_backend.runtimes import registry
+from qsdk.core.config.for_dialect import Dialect, TimedRuntime
 from qsdk.core.report import Report
 from qsdk.core.run_options import ProgressOptions, run_of
 from qsdk.progress import bar
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.qdq_files import OnnxSource
 from qsdk.verbs.quantize import export
-
-ProfiledRuntime = Literal["onnxruntime", "openvino"]
 
 _NOISY = 0.3  # of the median, between runs of the same model on the same values
 
@@ -28,7 +28,7 @@ def profile(
     model: OnnxSource | Sim,
     data: Iterable[Any] | None = None,
     *,
-    runtime: ProfiledRuntime = "onnxruntime",
+    runtime: TimedRuntime = "onnxruntime",
     threads: int | None = None,
     repeats: int = 20,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -75,17 +75,17 @@ def profile(
     """
     run = run_of(profile, options)
     file = model_to_run(model, runtime)
-    feeds = _first_feeds(file, data) if data is not None else profiling.random_feeds_for(file, shapes or {})
+    feeds = _first_feeds(file, data) if data is not None else random_feeds_for(file, shapes or {})
     times = []
     for timed in bar(
         [file, *([] if against is None else [model_io.load(against)])], "profile", disable=not run.progress
     ):
         fed = feeds if timed is file else _as_feeds(tuple(feeds.values()), timed, "the input of the profiled model")
-        times.append(profiling.profile(timed, fed, runtime=runtime, threads=threads, repeats=repeats))
-    rows = sorted(profiling.rows_of(file, times[0]), key=lambda row: -row["ms"])
+        times.append(registry.profile(timed, fed, runtime=runtime, threads=threads, repeats=repeats))
+    rows = sorted(rows_of(file, times[0]), key=lambda row: -row["ms"])
     summary = {"ms": times[0].ms, "spread": times[0].spread, **_noise_of(times), **_shares(rows)}
     summary |= {"runtime": times[0].title, "threads": threads or "default", "repeats": repeats}
-    if cures := profiling.cures_of(file, times[0]):
+    if cures := cures_of(file, times[0]):
         summary["cures"] = cures
     if against is not None:
         summary |= {"against_ms": times[1].ms, "speedup": times[1].ms / times[0].ms}
@@ -130,13 +130,10 @@ def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
     """
     if isinstance(source, str | os.PathLike | ModelProto):
         return model_io.load(source)
-    profiling.require_runtime(runtime)
-    return exported(source, "openvino" if runtime == "openvino" else "onnxruntime")[0]
+    return exported(source, registry.timed_runtime(runtime).name)[0]
 
 
-def exported(
-    sim: Sim, dialect: Literal["onnxruntime", "openvino"], prefer: Literal["speed", "size"] = "speed"
-) -> tuple[ModelProto, Report]:
+def exported(sim: Sim, dialect: Dialect, prefer: Literal["speed", "size"] = "speed") -> tuple[ModelProto, Report]:
     """Return what is exported of a calibrated sim, and the report on it."""
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
         path = Path(folder) / "model.onnx"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Unpack
 
+from qsdk.core.config.for_dialect import TimedRuntime
 from qsdk.core.errors import DataError
 from qsdk.core.precision.advice import decibels
 from qsdk.core.precision.mixed import metric_value, require_metric
@@ -11,7 +12,7 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import SeededOptions, run_of
 from qsdk.progress import bar
 from qsdk.verbs.analysis.noise import LayerSites, OutputNoise, layers_of, noise_of_layers, rounded_facts
-from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
+from qsdk.verbs.analysis.profile import ms_by_layer, profile
 from qsdk.verbs.doors.choose import Sim, door_of
 
 #: of the noise of a row, where few random signs make up most of it: it may be more than 3 dB off
@@ -27,7 +28,7 @@ def sensitivity(
     *,
     metric: Callable[[Any], float] | None = None,
     exact: bool = False,
-    runtime: ProfiledRuntime | None = None,
+    runtime: TimedRuntime | None = None,
     **options: Unpack[SeededOptions],
 ) -> Report:
     """Return what quantizing each layer alone costs at the model's outputs, worst first.

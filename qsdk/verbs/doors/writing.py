@@ -13,6 +13,7 @@ from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto.write_file import StagedModel
+from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.sim import OnnxSim
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
@@ -23,8 +24,6 @@ from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Door
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
-
-_OPENED_BY_ONNXRUNTIME = ("onnxruntime", "onnx")
 
 
 def write_onnx(
@@ -42,7 +41,8 @@ def write_onnx(
     integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
     opened: dict[str, Opened] = {}
-    checked = options["check"] and options["dialect"] in _OPENED_BY_ONNXRUNTIME
+    runtime = runtime_named(options["dialect"])
+    checked = options["check"] and runtime.opens
     report = write_model(
         traced.model,
         plan,
@@ -53,7 +53,7 @@ def write_onnx(
         weights=traced.weights,
         in_use=door.files_read(),
         integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
-        check=partial(_check, door, opened, options["dialect"] == "onnxruntime") if checked else None,
+        check=partial(_check, door, opened, runtime.simulates) if checked else None,
         **{name: value for name, value in options.items() if name not in ("cache", "check")},
     )
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}

@@ -9,7 +9,7 @@ from qdq_models import make_model
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.proto.data_file import facts_of
-from onnx_backend.validation.validate import validate
+from onnx_backend.runtimes.validate import validate
 from qsdk.core.numerics.dtypes import int8, int16
 from qsdk.core.numerics.fixed_point import tie_in_range, ties_possible
 from qsdk.core.numerics.spec import PerTensor, Spec

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from onnx_backend.lower import lower
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.insert import lower
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.layer_walk import OnnxStep

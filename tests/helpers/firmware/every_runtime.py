@@ -8,7 +8,7 @@ from integer_models import LEVELS
 from onnx.reference import ReferenceEvaluator
 
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
+from onnx_backend.runtimes.openvino import OpenVinoRunner
 
 
 def openvino(model: Any, feeds: Any) -> list[Any]:

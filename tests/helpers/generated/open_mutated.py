@@ -9,8 +9,8 @@ import numpy as np
 import onnxruntime as ort
 
 import qsdk
+from onnx_backend.lower import insert
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.insert import insert
 from onnx_backend.runtime.feeds import random_feeds
 from qsdk.core.errors import QsdkError
 from qsdk.core.planning.plan import Plan

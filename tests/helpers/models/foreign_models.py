@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import make_model
 
-from onnx_backend.qdq.islands.narrow import as_simulated
+from onnx_backend.qdq.narrow_regions import as_simulated
 
 node = helper.make_node
 

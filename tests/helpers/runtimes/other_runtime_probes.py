@@ -6,12 +6,11 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from runtime_probes import FLOATS, IMAGE, INTS, LABELS, ZERO_POINTS, Probe
 
-from onnx_backend.dialects.dialect import writing_of
-from onnx_backend.dialects.other_runtimes import REFUSED, Fault, Where
-from onnx_backend.other_runtimes.choose import open_in
-from onnx_backend.other_runtimes.qnn_runner import QnnRunner
-from onnx_backend.other_runtimes.runner import Runner
 from onnx_backend.parity.teacher import RunOn
+from onnx_backend.runtimes.qnn import QnnRunner
+from onnx_backend.runtimes.registry import open_in, runtime_named
+from onnx_backend.runtimes.runner import Runner
+from onnx_backend.runtimes.tables import REFUSED, Fault, Where
 from qsdk.core.errors import ModelError, QsdkError
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
@@ -68,11 +67,11 @@ class Written:
         nodes, shape, stored = self._inside()
         stored = [*stored, *(numpy_helper.from_array(np.float32(value), name) for name, value in FLOATS.items())]
         stored += [numpy_helper.from_array(np.int64(value), name) for name, value in INTS.items()]
-        if writing_of(self.runtime).explicit:
+        if runtime_named(self.runtime).explicit:
             _add_zero_points(nodes, stored)
         nodes = [*self._pair("x", "d", False, stored), *nodes]
         source = "t" if len(nodes) > 2 else "d"
-        if self.dtype in writing_of(self.runtime).clipped:
+        if self.dtype in runtime_named(self.runtime).clipped:
             nodes.append(self._clip(source, stored))
             source = "clipped"
         nodes += self._pair(source, "y", True, stored)
@@ -103,7 +102,7 @@ class Written:
         scale, zero = f"{result}_scale", f"{result}_zero"
         stored.append(numpy_helper.from_array(np.float32(self._scale(last)), scale))
         stored.append(helper.make_tensor(zero, code, [], [self.zero_point(last)]))
-        explicit = writing_of(self.runtime).explicit
+        explicit = runtime_named(self.runtime).explicit
         inputs = [scale, zero] if explicit or self.shifted[last] else [scale]
         options = {} if explicit else {"output_dtype": code}
         return [

@@ -8,11 +8,8 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from placed_ops import SHAPES, Op
 
-from onnx_backend.dialects.dialect import writing_of
-from onnx_backend.other_runtimes.choose import open_in
 from onnx_backend.parity.teacher import RunOn
-from onnx_backend.qdq.fusion_barriers import keep_off_codes
-from onnx_backend.qdq.scalar_operands import quantize_scalars
+from onnx_backend.runtimes.registry import open_in, runtime_named
 from qsdk.core.errors import ModelError, QsdkError
 
 Front = Literal["", "Add", "Reshape", "Transpose", "Conv"]
@@ -85,7 +82,7 @@ class _Builder:
 
     def __init__(self, placed: Placed) -> None:
         self.placed, self.nodes, self.stored = placed, list[NodeProto](), list[TensorProto]()
-        self.explicit = writing_of(placed.runtime).explicit
+        self.explicit = runtime_named(placed.runtime).explicit
 
     def pair(self, tensor: str, name: str, grid: tuple[float, int] = GRID) -> str:
         """Quantize and dequantize a tensor; return the result's name."""
@@ -134,11 +131,7 @@ class _Builder:
         ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
         graph = helper.make_graph(self.nodes, "placed", values, ends, self.stored)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        writing = writing_of(self.placed.runtime)
-        if writing.quantized_numbers:
-            quantize_scalars(model)
-        if writing.off_codes:
-            keep_off_codes(model)
+        runtime_named(self.placed.runtime).finish(model)
         return onnx.shape_inference.infer_shapes(model)
 
 

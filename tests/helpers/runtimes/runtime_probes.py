@@ -7,8 +7,8 @@ import onnxruntime as ort
 from half_files import in_type
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.dialects.dialect import Form
-from onnx_backend.qdq.fusion_barriers import insert_barriers
+from onnx_backend.readers import Form
+from onnx_backend.workarounds.onnxruntime_barriers import insert_barriers
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
 

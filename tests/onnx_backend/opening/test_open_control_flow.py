@@ -7,8 +7,8 @@ from onnx import TensorProto, helper, numpy_helper
 from qdq_models import make_model, weights
 
 import qsdk
+from onnx_backend.lower import insert
 from onnx_backend.opening.from_float import open_float
-from onnx_backend.qdq.insert import insert
 from qsdk.core.config.config import w8a8
 from qsdk.core.planning.plan import Plan
 

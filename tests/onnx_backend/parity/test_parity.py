@@ -6,11 +6,11 @@ import pytest
 from onnx import numpy_helper
 from qdq_models import convnet, mlp, prepared, simulated_mlp, stored_of
 
+from onnx_backend.lower import insert
 from onnx_backend.parity.cuts import cut_model, find_cuts
 from onnx_backend.parity.parity import check
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.qdq.insert import insert
 from onnx_backend.sim import OnnxSim
 from qsdk.core.comparing.tally import float_lsb
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16

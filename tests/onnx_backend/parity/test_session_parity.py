@@ -8,7 +8,7 @@ from qdq_models import convnet, make_model, mlp, prepared
 
 import qsdk
 from onnx_backend.data_passes.session_parity import check_session
-from onnx_backend.qdq.insert import insert
+from onnx_backend.lower import insert
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import DataError, ModelError
 

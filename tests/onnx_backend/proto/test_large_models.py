@@ -14,13 +14,13 @@ import pytest
 from large_models import batches, export_peak, external_stack, inline_stack, leftovers, weights
 
 import qsdk
+from onnx_backend.lower import lower
 from onnx_backend.proto import write_file as writing
 from onnx_backend.proto.data_file import DATA_KEY, facts_of
 from onnx_backend.proto.external_data import INLINE, array
 from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_large
 from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_file
-from onnx_backend.qdq.insert import lower
 from qsdk.core.errors import ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding

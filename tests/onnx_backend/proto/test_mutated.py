@@ -9,8 +9,8 @@ import open_mutated
 import pytest
 from mutated_models import bases, judged, mutations
 
+from onnx_backend.lower import insert
 from onnx_backend.opening.from_float import open_float
-from onnx_backend.qdq.insert import insert
 from qsdk.core.config.config import w8a8
 
 GOOD = ("refused: ", "equal", "not run: ")

@@ -7,11 +7,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.decompose.in_float32 import in_float32
+from onnx_backend.lower import insert
 from onnx_backend.proto.nodes import attributes, is_mark
-from onnx_backend.qdq.insert import insert
-from onnx_backend.qdq.kernel_casts import insert_kernel_casts, note_single_roundings, remove_kernel_casts
 from onnx_backend.qdq.marks import mark_node, open_qdq
 from onnx_backend.qdq.read import read
+from onnx_backend.workarounds.kernel_casts import insert_kernel_casts, note_single_roundings, remove_kernel_casts
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec

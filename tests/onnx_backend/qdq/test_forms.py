@@ -8,14 +8,14 @@ from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model, mlp, optimized, prepared, run, weights
 
 import qsdk
+from onnx_backend.lower import insert, lower
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.fusion_barriers import EXACT_MATMUL, needed_options
-from onnx_backend.qdq.insert import insert, lower
 from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.runtime.session import simulation_session
+from onnx_backend.workarounds.onnxruntime_barriers import EXACT_MATMUL, needed_options
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.dtypes import float32, int4, int8

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import LEVELS, convnet, encodings_of, make_model, mlp, prepared, run, weights
 
+from onnx_backend.lower import insert
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.proto.opsets import at_opset
-from onnx_backend.qdq.insert import insert
 from onnx_backend.qdq.marks import mark_node, open_qdq
 from onnx_backend.qdq.read import qdq_pairs, read, read_casts
 from onnx_backend.runtime.session import simulation_session

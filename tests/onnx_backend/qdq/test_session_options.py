@@ -5,7 +5,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.qdq.fusion_barriers import EXACT_MATMUL, insert_barriers, needed_options
+from onnx_backend.workarounds.onnxruntime_barriers import EXACT_MATMUL, insert_barriers, needed_options
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
 

@@ -9,7 +9,7 @@ from qdq_models import LEVELS, make_model, run, weights
 from torch import nn
 
 import qsdk
-from onnx_backend.dialects.zero_products import drop_zero_products
+from onnx_backend.qdq.zero_products import drop_zero_products
 
 
 class Steps(nn.Module):

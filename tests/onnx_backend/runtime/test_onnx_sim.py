@@ -13,7 +13,7 @@ from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.model_io import save
 from onnx_backend.sim import OnnxSim
-from onnx_backend.validation import runtime_rules
+from onnx_backend.validation import rules as validation_rules
 from qsdk.core.config.config import w4a8, w8a8, w8a16
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
 from qsdk.core.numerics.dtypes import uint8
@@ -224,9 +224,9 @@ def test_an_exported_file_opens_again(tmp_path, config):
 def test_a_file_is_read_and_validated_once(quantized, config, tmp_path, monkeypatch):
     path, calls = tmp_path / "m.onnx", []
     save(calibrated().qdq_model() if quantized else mlp(), path)
-    read_bytes, rules = Path.read_bytes, runtime_rules.versions
+    read_bytes, rules = Path.read_bytes, validation_rules.versions
     monkeypatch.setattr(Path, "read_bytes", lambda self: (calls.append(self.name), read_bytes(self))[1])
-    monkeypatch.setattr(runtime_rules, "versions", lambda model: (calls.append("validated"), rules(model))[1])
+    monkeypatch.setattr(validation_rules, "versions", lambda model: (calls.append("validated"), rules(model))[1])
     quantize(path, None, config)
     assert calls == ["m.onnx", "validated"] if quantized else ["m.onnx"]
 

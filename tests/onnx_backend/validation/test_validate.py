@@ -7,8 +7,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, prepared
 
-from onnx_backend.qdq.insert import insert
-from onnx_backend.validation.validate import require_valid, validate
+from onnx_backend.lower import insert
+from onnx_backend.runtimes.validate import validate
+from onnx_backend.validation.rules import require_valid
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import FileFormatError
 from qsdk.verbs.quantize import quantize

@@ -12,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from qdq_models import classifier, make_model, mlp, weights
 
 import qsdk
+from onnx_backend.runtimes.validate import validate
 from onnx_backend.sim import OnnxSim
-from onnx_backend.validation.validate import require_valid, validate
+from onnx_backend.validation.rules import require_valid
 from qsdk.core.errors import FileFormatError
 
 node = helper.make_node

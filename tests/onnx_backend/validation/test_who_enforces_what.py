@@ -11,7 +11,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.validation.validate import validate
+from onnx_backend.runtimes.validate import validate
 
 T = TensorProto
 IR = {13: 7, 19: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13, 27: 13, 28: 14}

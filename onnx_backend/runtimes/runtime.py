@@ -1,0 +1,115 @@
+"""What a runtime is to qsdk: how to write for it, what it refuses or misreads, how to run it and how to time it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto
+
+from onnx_backend.profiling.kernels import Profile
+from onnx_backend.proto.lazy_tensors import LargeTensor
+from onnx_backend.readers import Form
+from onnx_backend.runtimes.runner import Runner
+from onnx_backend.runtimes.tables import RuntimeTable
+from onnx_backend.validation.scope import Finding
+from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+
+Prefer = Literal["speed", "size"]
+Array = npt.NDArray[Any]
+
+
+class Adapt(Protocol):
+    """Adds to a lowered model, in place, what a runtime needs to compute it right; returns pairs with new zero points.
+
+    `large` has the stored tensors that the model has only stubs of; `only_weights` is true if nothing else is
+    quantized.
+    """
+
+    def __call__(  # noqa: D102
+        self, model: ModelProto, large: Mapping[str, LargeTensor], *, only_weights: bool
+    ) -> Sequence[NodeProto]: ...
+
+
+class TimeKernels(Protocol):
+    """Times a model with numbered nodes; None threads are the runtime's own choice."""
+
+    def __call__(  # noqa: D102
+        self, model: ModelProto, feeds: Mapping[str, Array], *, threads: int | None, repeats: int
+    ) -> Profile: ...
+
+
+def _as_it_is(model: ModelProto) -> None:
+    """Leave a model as it is."""
+
+
+def _nothing(model: ModelProto) -> Iterator[Finding]:
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One runtime, or the standard's own form; the defaults are those of the standard.
+
+    Attributes:
+        name: of the dialect in which files are written for it.
+        version: that all of this was measured on; "" for none.
+        simulates: it is the runtime of simulations, whose CPU must be able to load every file.
+        opens: ONNX Runtime opens its files, so that export can compare them with the simulation.
+        explicit: every QuantizeLinear and DequantizeLinear has a zero point, none an `output_dtype`; for runtimes that
+            do not know the attribute, one of which computes in floats, or takes unsigned 8 bits for signed ones.
+        by_zero_point: containers of which the same holds.
+        pair_types: float types, other than float32, that pairs can have.
+        narrow_scales: block scales of float8 and float4 are stored in the narrow type that holds them.
+        clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
+            runtime removes the pair, and with it the bounds.
+        fixed_sizes: the runtime compiles for one size of every input.
+        kernel_casts: ops without a kernel for float64 or bfloat16 compute in float32 between casts.
+        whole_bytes: weights of 4 bits beside quantized activations have integer kernels in 8 bits alone.
+        refuse: raises ExportError for encodings that it cannot run.
+        adapt: see `Adapt`.
+        finish: changes a lowered model in place, behind `adapt` and the casts.
+        with_sizes: changes it in place when the sizes of its inputs are known.
+        speed_up: writes it in the forms that are fast, in place, last.
+        findings: what the runtime refuses, misreads or computes otherwise than the simulation.
+        table: what was measured of that, op by op.
+        open: opens a model as an application would; None where it cannot be run here.
+        open_part: opens a part of a model, whose inputs may lack a rank; None for `open`.
+        time: see `TimeKernels`; None where times cannot be taken.
+    """
+
+    name: Dialect
+    version: str = ""
+    simulates: bool = False
+    opens: bool = False
+    explicit: bool = False
+    by_zero_point: frozenset[str] = frozenset()
+    pair_types: tuple[str, ...] = ()
+    narrow_scales: bool = False
+    clipped: frozenset[str] = frozenset()
+    fixed_sizes: bool = False
+    kernel_casts: bool = False
+    whole_bytes: bool = False
+    refuse: Callable[[Mapping[str, Encoding]], None] | None = None
+    adapt: Adapt | None = None
+    finish: Callable[[ModelProto], None] = field(default=_as_it_is)
+    with_sizes: Callable[[ModelProto], None] = field(default=_as_it_is)
+    speed_up: Callable[[ModelProto], None] = field(default=_as_it_is)
+    findings: Callable[[ModelProto], Iterator[Finding]] = field(default=_nothing)
+    table: RuntimeTable | None = None
+    open: Callable[[ModelProto], Runner] | None = None
+    open_part: Callable[[ModelProto], Runner] | None = None
+    time: TimeKernels | None = None
+
+    @property
+    def in_bfloat16(self) -> bool:
+        """Return whether bfloat16 is written as it is, without casts around ops."""
+        return "bfloat16" in self.pair_types
+
+    def form(self, dtype: DType, symmetric: bool) -> Form:
+        """Return how a QuantizeLinear of an activation states its type; `symmetric`: every zero point is 0."""
+        if self.explicit or dtype.container in self.by_zero_point:
+            return "zero_point"
+        return "output_dtype" if symmetric else "both"
