@@ -180,7 +180,7 @@ class _BarrierInserter:
         self.known, self.taken = Readers(model.graph), names_in(model.graph)
         self.stored, self.makers = self.known.stored, self.known.makers
         self.readers, self.outputs = self.known.readers, self.known.outputs
-        self.unsized = _of_data_dependent_size(model.graph)
+        self.unsized = of_data_dependent_size(model.graph)
 
     def insert(self) -> None:
         """Insert the barriers, node by node."""
@@ -365,7 +365,7 @@ class _BarrierInserter:
         return [barrier]
 
 
-def _of_data_dependent_size(graph: GraphProto) -> set[str]:
+def of_data_dependent_size(graph: GraphProto) -> set[str]:
     """Return the tensors whose size depends on the values of others, and which may be empty."""
     stored = {tensor.name for tensor in graph.initializer}
     stored |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}

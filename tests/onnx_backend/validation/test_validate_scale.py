@@ -70,7 +70,7 @@ MEMORY = """
 import sys
 import numpy as np
 from onnx import TensorProto, helper
-from onnx_backend.validation.validate import validate
+from onnx_backend.runtimes.validate import validate
 
 MIB, COUNT = 1 << 20, 8
 nodes, model = [], helper.make_model(helper.make_graph([], "g", [], []), opset_imports=[helper.make_opsetid("", 21)])
