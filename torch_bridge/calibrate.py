@@ -225,16 +225,10 @@ def _observe(
 
 def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
     """Set encodings at sites; scales of weights are widened where a bias would not fit int32 otherwise."""
-    quantizers, own = sim.quantizers, sim.snapshot().own
-    weights = {
-        site: encoding
-        for site, encoding in own.items()
-        if quantizers[site].decision.kind == "weight" and not encoding.frozen
-    }
-    found = {**weights, **activations}
-    make_room_for_biases(_decisions(sim), own, _stored(sim), found)
+    found = dict(activations)
+    make_room_for_biases(_decisions(sim), sim.snapshot().own, _stored(sim), found)
     for site, encoding in found.items():
-        quantizers[site].replace_encoding(encoding)
+        sim.quantizers[site].replace_encoding(encoding)
 
 
 def _decisions(sim: QuantSim) -> dict[str, Decision]:

@@ -71,11 +71,7 @@ class Checkpoint:
     """The solutions of the steps of one run, stored as they are found; with several ranks, by the first."""
 
     def __init__(self, folder: str | os.PathLike[str], walk: CheckpointSource, options: Mapping[str, Any]) -> None:
-        """Open a folder, or create it.
-
-        Raises:
-            ConfigError: it belongs to a run of another model or of other options, and which.
-        """
+        """Open a folder, or create it."""
         self._folder, self._walk = Path(folder), walk
         self._step = 0
         identity = {"options": {name: str(value) for name, value in options.items()}, "layers": _identities(walk)}
@@ -92,15 +88,7 @@ class Checkpoint:
         return result
 
     def replay(self, problems: Sequence[SiteMeans]) -> list[Solution]:
-        """Return the stored solutions of the next step.
-
-        Args:
-            problems: of the step, with means at least.
-
-        Raises:
-            ConfigError: the step is about other layers or other data.
-            FileFormatError: its file is damaged.
-        """
+        """Return the stored solutions of the next step."""
         result: Any = ranks.all_gather(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
         if isinstance(result, str):
             raise FileFormatError(result)

@@ -121,9 +121,6 @@ class NoiseProbe:
         Args:
             estimates: that the batch gives: its examples, times backward passes.
             carries: whether errors of weights may be carried forward.
-
-        Raises:
-            UnclearError: in the block, or at its end.
         """
         self._carries = carries and estimates >= _ENOUGH
         with _dual_level() if self._carries else nullcontext():

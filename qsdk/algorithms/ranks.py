@@ -90,10 +90,6 @@ def at_layers(sites: Sequence[str], value: T, failure: Exception | None = None) 
         sites: of the layers that this rank is at; empty when it is through.
         value: any picklable object.
         failure: why this rank cannot go on; None if it can.
-
-    Raises:
-        DataError: the ranks are at different layers.
-        QsdkError: a rank failed; of the class of its own error.
     """
     found = all_gather((list(sites), value, None if failure is None else failure_of(failure)))
     for at, (_, _, failed) in enumerate(found):

@@ -59,9 +59,6 @@ def solve_together(
         problems: of a step; a rank has the second moments of those that it owns.
         solver: for one problem.
         owners: by site.
-
-    Raises:
-        QsdkError: the solver failed on a rank: it is named on all of them, of the class of the solver's error.
     """
     own: dict[str, tuple[Solution, float]] = {}
     failure, rank, several = None, ranks.rank(), ranks.world_size() > 1
@@ -164,12 +161,6 @@ def solve_layers(
     Returns:
         Rows `site`, `error_before`, `error_after` (relative to the float output), `seconds` and `note`: why
         a layer is unchanged; summary `layers`, `left`, `seconds`, and `passes`: the same in float passes.
-
-    Raises:
-        DataError: an input does not fit its layer, holds NaN or an infinity, or the ranks' data differ in the layers
-            that they reach.
-        QsdkError: a rank failed; all others raise its error, which names it.
-        ConfigError: the checkpoint is that of another run.
     """
     start = time.perf_counter()
     identity = {"verb": title, "seed": seed, **(options or {})}

@@ -85,11 +85,7 @@ class Stage:
 
 @contextlib.contextmanager
 def staging(path: str | os.PathLike[str]) -> Iterator[Stage]:
-    """Open a stage beside `path`; files that are not committed are removed at the end.
-
-    Raises:
-        ExportError: the folder is missing, full or cannot be written; what was there is left as it was.
-    """
+    """Open a stage beside `path`; files that are not committed are removed at the end."""
     target = Path(os.path.realpath(path))
     _require_replaceable(target)
     stage = Stage(target)
@@ -105,9 +101,6 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], None]
     """Call `write(temporary_path)` to produce a file in `path`'s folder, then rename it to `path`.
 
     A symbolic link keeps pointing where it did; new files have the mode that the process's umask gives.
-
-    Raises:
-        ExportError: the folder is missing or cannot be written; the target is left as it was.
     """
     with staging(path) as stage:
         stage.commit([(stage.write(write), stage.target)])
@@ -126,11 +119,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_with_companions(
     path: str | os.PathLike[str], data: bytes, companions: Mapping[str | os.PathLike[str], str | bytes]
 ) -> None:
-    """Write `data` to `path` and others beside it or elsewhere; `path` appears last, so that it commits the others.
-
-    Raises:
-        ExportError: something cannot be written; all is left as it was.
-    """
+    """Write `data` to `path` and others beside it or elsewhere; `path` appears last, so that it commits the others."""
     with staging_with(path, companions) as (stage, others):
         stage.commit([*others, (stage.write(partial(_write, data=data)), stage.target)])
 
@@ -139,11 +128,7 @@ def write_with_companions(
 def staging_with(
     path: str | os.PathLike[str], companions: Mapping[Any, str | bytes | IO[bytes]]
 ) -> Iterator[tuple[Stage, list[tuple[Path, Path]]]]:
-    """Open a stage beside `path`, and stage its companions in their own folders; yield the stage and the renames.
-
-    Raises:
-        ExportError: something cannot be written, or two names are of one file; what was there is left as it was.
-    """
+    """Open a stage beside `path`, and stage its companions in their own folders; yield the stage and the renames."""
     with contextlib.ExitStack() as stack:
         stage = stack.enter_context(staging(path))
         others: list[tuple[Path, Path]] = []

@@ -12,12 +12,7 @@ T = TypeVar("T")
 
 
 class LazyMapping(Mapping[str, T], Generic[T]):
-    """A mapping whose names are known and whose values are computed at every access.
-
-    Args:
-        names: in order.
-        make: returns the value of a name.
-    """
+    """A mapping whose names are known and whose values are computed at every access."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], T]) -> None:
         self._names, self._make = dict.fromkeys(names), make

@@ -20,12 +20,7 @@ _SLACK = 2**20  # bytes
 
 
 def require_readable(path: str | os.PathLike[str], remedy: str) -> Path:
-    """Return the path of an ordinary file.
-
-    Raises:
-        FileFormatError: there is no file, or it is a folder, or a pipe or device, which could block. The message ends
-            with `remedy`.
-    """
+    """Return the path of an ordinary file."""
     result, where = Path(path), os.fspath(path)
     try:
         mode = result.stat().st_mode
@@ -40,11 +35,7 @@ def require_readable(path: str | os.PathLike[str], remedy: str) -> Path:
 
 
 def read_text(path: str | os.PathLike[str], remedy: str) -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        FileFormatError: it cannot be read, or is no text. `remedy` ends the message.
-    """
+    """Return the text of a UTF-8 file."""
     result = require_readable(path, remedy)
     try:
         return result.read_text(encoding="utf-8")
@@ -55,16 +46,7 @@ def read_text(path: str | os.PathLike[str], remedy: str) -> str:
 
 
 def parse_json(text: str | bytes, where: str, remedy: str = "write it again") -> Any:
-    """Return the values in JSON text.
-
-    Args:
-        text: in UTF-8.
-        where: its name, for messages.
-        remedy: what the user can do; ends the message.
-
-    Raises:
-        FileFormatError: it is truncated or no JSON, has a key twice, or is nested too deeply; names the place.
-    """
+    """Return the values in JSON text."""
 
     def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -93,9 +75,6 @@ def read_array(path: str | os.PathLike[str], remedy: str, *, mapped: bool = Fals
         path: of the file.
         remedy: what the user can do; ends the message.
         mapped: leave the values in the file until they are needed.
-
-    Raises:
-        FileFormatError: there is no file, it is none of this kind, or it is shorter than its shape says.
     """
     result = require_readable(path, remedy)
     try:
@@ -117,9 +96,6 @@ def read_archive(
         path: of the file.
         remedy: what the user can do; ends the message.
         choose: takes the names in the file, and returns those to read; its errors are passed on.
-
-    Raises:
-        FileFormatError: there is no file, or it is none of this kind.
     """
     result = require_readable(path, remedy)
     try:
@@ -153,9 +129,6 @@ def require_modest_size(archive: ZipFile, size: int, where: str, *, times: int =
         size: of the archive, in bytes.
         where: its name, for messages.
         times: their allowed size as a multiple; 1 for uncompressed archives.
-
-    Raises:
-        FileFormatError: they are larger.
     """
     held = sum(info.file_size for info in archive.infolist())
     if held > times * size + _SLACK:

@@ -59,7 +59,7 @@ def test_every_weight_is_on_its_floor_or_ceil_and_no_channel_is_worse(
     nearest = seq_mse.fake_quantize(problem, problem.encoding)
     for told in filter(None, (problem.held_back, None if held_back else problem)):
         judged = told.centered() if shift_bias else told
-        slack = 1e-5 * float(told.energy().sum())
+        slack = 1e-5 * float(told.energy.sum())
         assert (judged.errors(found.weight) <= judged.errors(nearest) + slack).all()
     assert found.error_after <= found.error_before + 1e-6
 

@@ -8,7 +8,21 @@ from islands import DOORS
 from rounded_sims import network_error, sim_at
 from stored_values import stored_bytes
 
-from qsdk import adaround, calibrate, correct_bias, equalize, gptq, load, save, seq_mse, smooth_quant, tune_blocks, w4a8
+from qsdk import (
+    adaround,
+    calibrate,
+    correct_bias,
+    equalize,
+    gptq,
+    load,
+    quantize,
+    save,
+    seq_mse,
+    smooth_quant,
+    tune_blocks,
+    w4a8,
+)
+from qsdk.core.sims.biases import float_biases
 
 both = pytest.mark.parametrize("door", DOORS)
 INT2 = w4a8().override("*", weight="int2")
@@ -54,6 +68,17 @@ def test_a_file_keeps_what_rounded_layers_have_taken_up(door, tmp_path):
     for each in (sim, again):
         after(each, door, correct_bias)
     assert stored_bytes(sim) == stored_bytes(again)
+
+
+def test_the_float_models_bias_makes_up_for_a_weight_that_is_rounded_for_good():
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(6, 4), torch.rand(32, 6)
+    sim, batches = quantize(torch.nn.Sequential(layer, torch.nn.ReLU()), x, w4a8()), [x] * 8
+    for verb in (calibrate, correct_bias, adaround):
+        verb(sim, batches, progress=False)
+    lost = (layer.weight.detach().numpy() - sim.stored_floats(["0:weight"])["0:weight"]) @ x.mean(0).numpy()
+    assert np.abs(lost).max() > 1e-4
+    np.testing.assert_allclose(float_biases(sim)["0:bias"], layer.bias.detach().numpy() + lost, rtol=1e-4, atol=1e-6)
 
 
 @both

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of
 
 from qsdk.algorithms.solvers import adaround, gptq, seq_mse
+from qsdk.algorithms.solvers.evidence import with_held_back
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
@@ -54,7 +55,7 @@ def test_weights_are_on_the_grid_and_no_unit_is_worse(
     gain = judged.errors(nearest) - judged.errors(found.weight)
     unit = gptq.units_of(torch.from_numpy(problem.layout.cells(problem.encoding)))
     per_unit = torch.zeros(unit.numel()).index_add_(0, unit.flatten(), gain.flatten())
-    assert (per_unit >= -1e-5 * float(judged.energy().sum())).all()
+    assert (per_unit >= -1e-5 * float(judged.energy.sum())).all()
     assert found.error_after <= found.error_before + 1e-6
 
 
@@ -134,6 +135,14 @@ def test_outputs_that_share_scales_are_one_unit() -> None:
     for layout, granularity, units in [(*LAYERS[0], 4), (*LAYERS[2], 1), (*LAYERS[5], 3)]:
         problem = problem_of(layout, Spec(int4, granularity))
         assert int(gptq.units_of(torch.from_numpy(layout.cells(problem.encoding))).max()) + 1 == units
+
+
+def test_the_mean_of_all_data_counts_the_rows_that_were_held_back() -> None:
+    problem = problem_of(LINEAR, Spec(int3, PER_CHANNEL), rows=300, held_back=900)
+    assert problem.held_back is not None
+    for name in ("mean", "mean_quantized"):
+        expected = (getattr(problem, name) + 3 * getattr(problem.held_back, name)) / 4
+        torch.testing.assert_close(getattr(with_held_back(problem), name), expected)
 
 
 def test_what_held_back_data_contradicts_is_not_done() -> None:

@@ -112,7 +112,7 @@ def test_the_closed_form_is_the_layers_own_error(case: Case, seed: int) -> None:
     wanted = (reference - case(noisy, quantized)).square().sum()
     energy = reference.square().sum()
     found = problem.errors(case.layout.to_matrix(quantized)).sum()
-    torch.testing.assert_close(problem.energy().sum(), energy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(problem.energy.sum(), energy, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(energy) + 1e-6)
 
 
@@ -123,8 +123,8 @@ def test_each_output_has_its_own_error(case: Case, seed: int) -> None:
     problem, x, noisy, weight = random_problem(case, seed, Spec(int4))
     difference = case(x, weight) - case(noisy, weight)
     per_channel = difference.square().sum((0, *range(2, difference.dim()))).reshape(problem.layout.matrix_shape[:2])
-    energy = float(problem.energy().sum())
-    torch.testing.assert_close(problem.drift(), per_channel, rtol=1e-3, atol=1e-5 * energy + 1e-6)
+    energy = float(problem.energy.sum())
+    torch.testing.assert_close(problem.drift, per_channel, rtol=1e-3, atol=1e-5 * energy + 1e-6)
 
 
 @pytest.mark.slow
@@ -173,8 +173,8 @@ def test_numpy_and_torch_problems_agree() -> None:
 def test_equal_inputs_have_no_drift() -> None:
     x = torch.randn(7, 3)
     problem = gathered(linear(2, 3), Spec(int8), torch.randn(2, 3), [(x, x)])
-    assert not problem.linear_term().any()
-    assert not problem.drift().any()
+    assert not problem.linear_term.any()
+    assert not problem.drift.any()
     assert problem.rows == problem.count == 7
 
 
@@ -195,9 +195,9 @@ def test_every_route_is_as_exact_as_float32_allows(rows: int, outputs: int) -> N
     exact, now, w = x.double(), noisy.double(), weight.double()
     for found, wanted in (
         (problem.g_quantized[0], now.T @ now),
-        (problem.linear_term()[0], w @ ((now - exact).T @ now)),
-        (problem.drift()[0], ((exact - now) @ w.T).square().sum(0)),
-        (problem.energy()[0], (exact @ w.T).square().sum(0)),
+        (problem.linear_term[0], w @ ((now - exact).T @ now)),
+        (problem.drift[0], ((exact - now) @ w.T).square().sum(0)),
+        (problem.energy[0], (exact @ w.T).square().sum(0)),
     ):
         assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 3e-6
 
@@ -243,11 +243,11 @@ def test_few_rows_are_kept_and_tell_the_same() -> None:
     problem = gathered(linear(6, 40), Spec(int4, PerChannel(0)), weight, [(x, noisy)])
     assert problem.h is None
     assert problem.x_quantized is not None
-    sums = {"h": problem.g_quantized, "linear": problem.linear_term(), "drifts": problem.drift()}
+    sums = {"h": problem.g_quantized, "linear": problem.linear_term, "drifts": problem.drift}
     other = replace(problem, x_quantized=None, drifted=None, **sums)
     for one, two in ((problem, other), (problem.centered(), other.centered()) if problem.mean is not None else ()):
         torch.testing.assert_close(one.errors(0.9 * weight[None]), two.errors(0.9 * weight[None]), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(one.energy(), two.energy(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.energy, two.energy, rtol=1e-4, atol=1e-4)
 
 
 def test_the_centered_problem_is_what_a_shift_of_the_bias_leaves() -> None:
@@ -260,7 +260,7 @@ def test_the_centered_problem_is_what_a_shift_of_the_bias_leaves() -> None:
     torch.testing.assert_close(problem.mean_error(moved[None])[0], error.mean(0), rtol=1e-4, atol=1e-5)
     left = (error - error.mean(0)).square().sum(0)
     torch.testing.assert_close(problem.centered().errors(moved[None])[0], left, rtol=1e-3, atol=1e-2)
-    torch.testing.assert_close(problem.centered().energy(), problem.energy(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(problem.centered().energy, problem.energy, rtol=1e-4, atol=1e-3)
 
 
 def test_an_embedding_counts_how_often_each_row_is_read() -> None:
@@ -281,7 +281,7 @@ def test_groups_of_a_linear_layer_read_inputs_side_by_side() -> None:
     x, weight = torch.randn(5, 7, 6), torch.randn(2, 4, 3)
     problem = gathered(Case(layout, None, (1,)), Spec(int4), weight, [(x, x)])
     energy = torch.stack([(x[..., 3 * i : 3 * i + 3] @ weight[i].T).square().sum((0, 1)) for i in range(2)])
-    torch.testing.assert_close(problem.energy(), energy)
+    torch.testing.assert_close(problem.energy, energy)
 
 
 def test_sampled_patches_estimate_all_patches() -> None:
@@ -293,7 +293,7 @@ def test_sampled_patches_estimate_all_patches() -> None:
     assert (one.rows, one.count) == (1024, 4096)
     assert torch.equal(one.g_quantized, again.g_quantized)
     energy = case(x, weight).square().sum((0, 2, 3))
-    torch.testing.assert_close(one.energy()[0], energy, rtol=0.1, atol=0)
+    torch.testing.assert_close(one.energy[0], energy, rtol=0.1, atol=0)
 
 
 def test_positions_are_uniform_and_reproducible() -> None:

@@ -185,7 +185,7 @@ def test_a_channel_that_held_back_data_speaks_against_keeps_its_range() -> None:
     assert moved.all()
     # the held-back inputs of the first three outputs ask for just the weight that the old range gives
     old = seq_mse.fake_quantize(problem, problem.encoding)
-    linear = problem.linear_term().clone()
+    linear = problem.linear_term.clone()
     linear[:, :3] = -(old - problem.weight)[:, :3] @ problem.g_quantized
     guarded = seq_mse.solve(replace(problem, held_back=replace(problem, linear=linear)))
     kept = guarded.encoding.scale == problem.encoding.scale
@@ -237,7 +237,7 @@ def test_the_loss_sqnr_weighs_outputs_that_share_a_scale_by_their_energy() -> No
     problem = reweighted(problem, weight)
 
     def relative(encoding: Encoding) -> float:
-        return float((per_output(problem, encoding) / problem.energy()).sum())
+        return float((per_output(problem, encoding) / problem.energy).sum())
 
     found = seq_mse.solve(problem, loss="sqnr", refine=False)
     best = min(relative(candidate(problem, i / 20)) for i in range(1, 21))

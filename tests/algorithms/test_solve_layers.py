@@ -154,7 +154,7 @@ def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module, sim: 
 
     def recording(problem: LayerProblem) -> Solution:
         seen[problem.site] = problem
-        problem.energy()  # now: its weight is the model's own, into which the rounded one is copied in the end
+        problem.energy  # now: its weight is the model's own, into which the rounded one is copied in the end
         return adaround.solve(problem)
 
     solve_each_layer(sim, data(1), recording, gathers=GatherOptions(held_back=0))
@@ -171,8 +171,8 @@ def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module, sim: 
         x, x_quantized = inputs(model, model), inputs(sim.model, sim)
     head = seen["head:weight"]
     weight = model.get_parameter("head.weight").detach()
-    torch.testing.assert_close(head.energy()[0], (x @ weight.T).square().sum(0))
-    torch.testing.assert_close(head.drift()[0], ((x - x_quantized) @ weight.T).square().sum(0), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(head.energy[0], (x @ weight.T).square().sum(0))
+    torch.testing.assert_close(head.drift[0], ((x - x_quantized) @ weight.T).square().sum(0), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(head.g_quantized[0], x_quantized.T @ x_quantized)
     assert seen["twice:weight"].rows > seen["up:weight"].rows / 2
 

@@ -8,6 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from compared_plans import compare_plans
 from float_files import float_onnx, plan_of_module
 from onnx import helper
 from qdq_models import make_model, weights
@@ -19,7 +20,7 @@ from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8
 from qsdk.core.errors import IntegerError
 from qsdk.core.numerics.dtypes import float16
-from qsdk.core.planning.graph_matching import compare_plans, match_graphs
+from qsdk.core.planning.graph_matching import match_graphs
 from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 node = helper.make_node

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from compared_plans import compare_plans
 from random_networks import RandomNetwork, random_network
 from torch import Tensor
 from torch_models import seeded
@@ -23,7 +24,7 @@ from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError, IntegerError
-from qsdk.core.planning.graph_matching import compare_plans, match_graphs
+from qsdk.core.planning.graph_matching import match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim

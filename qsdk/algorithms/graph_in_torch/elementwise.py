@@ -80,10 +80,6 @@ def _selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float =
     return gamma * F.elu(x, alpha)
 
 
-def _celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.celu(x, alpha)
-
-
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
@@ -100,49 +96,29 @@ def _swish(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     return x * torch.sigmoid(x * alpha)
 
 
-def _thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > alpha, x, 0)
-
-
-def _shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
-    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0))
-
-
 def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = None, *, seed: int = 0) -> Tensor:
     if training is not None and bool(training):
         raise ValueError("it drops at random (training_mode is true)")
     return x
 
 
+#: the ops that torch has under the same name, and the logical ones
+_SAME = (
+    "Abs Add Atan Ceil Cos Erf Exp Floor IsNaN Log Mul Neg Reciprocal Relu Round Sigmoid Sign Sin Sqrt Sub Tanh Where"
+)
+_LOGICAL = ("And", "Not", "Or")
+
 ELEMENTWISE: Kernels = MappingProxyType(
     {
-        "Abs": torch.abs,
-        "Acos": torch.acos,
-        "Acosh": torch.acosh,
-        "Add": torch.add,
-        "And": torch.logical_and,
-        "Asin": torch.asin,
-        "Asinh": torch.asinh,
-        "Atan": torch.atan,
-        "Atanh": torch.atanh,
-        "BitwiseAnd": torch.bitwise_and,
-        "BitwiseNot": torch.bitwise_not,
-        "BitwiseOr": torch.bitwise_or,
-        "BitwiseXor": torch.bitwise_xor,
+        **{name: getattr(torch, name.lower()) for name in _SAME.split()},
+        **{name: getattr(torch, f"logical_{name.lower()}") for name in _LOGICAL},
         "Cast": _cast,
         "CastLike": _cast_like,
-        "Ceil": torch.ceil,
-        "Celu": _celu,
         "Clip": _clip,
-        "Cos": torch.cos,
-        "Cosh": torch.cosh,
         "Div": _divide,
         "Dropout": _dropout,
         "Elu": _elu,
         "Equal": torch.eq,
-        "Erf": torch.erf,
-        "Exp": torch.exp,
-        "Floor": torch.floor,
         "Gelu": _gelu,
         "Greater": torch.gt,
         "GreaterOrEqual": torch.ge,
@@ -150,41 +126,20 @@ ELEMENTWISE: Kernels = MappingProxyType(
         "HardSwish": _hard_swish,
         "Identity": _identity,
         "IsInf": _is_infinite,
-        "IsNaN": torch.isnan,
         "LeakyRelu": _leaky_relu,
         "Less": torch.lt,
         "LessOrEqual": torch.le,
-        "Log": torch.log,
         "Max": _largest,
         "Mean": _mean,
         "Min": _smallest,
         "Mish": F.mish,
         "Mod": _modulo,
-        "Mul": torch.mul,
-        "Neg": torch.neg,
-        "Not": torch.logical_not,
-        "Or": torch.logical_or,
         "PRelu": _prelu,
         "Pow": _power,
-        "Reciprocal": torch.reciprocal,
-        "Relu": torch.relu,
-        "Round": torch.round,
         "Selu": _selu,
-        "Shrink": _shrink,
-        "Sigmoid": torch.sigmoid,
-        "Sign": torch.sign,
-        "Sin": torch.sin,
-        "Sinh": torch.sinh,
         "Softplus": F.softplus,
         "Softsign": F.softsign,
-        "Sqrt": torch.sqrt,
-        "Sub": torch.sub,
         "Sum": _add,
         "Swish": _swish,
-        "Tan": torch.tan,
-        "Tanh": torch.tanh,
-        "ThresholdedRelu": _thresholded_relu,
-        "Where": torch.where,
-        "Xor": torch.logical_xor,
     }
 )

@@ -1,4 +1,4 @@
-"""Attention and rotary embeddings as single ops, which came with opset 23."""
+"""Products: convolutions, matrices, attention, and rotary embeddings."""
 
 import math
 from collections.abc import Sequence
@@ -78,25 +78,10 @@ def _einsum(*given: Tensor, equation: str) -> Tensor:
     return result
 
 
-def _dft(
-    x: Tensor, length: Tensor | None = None, axis: Tensor | None = None, *, inverse: int = 0, onesided: int = 0
-) -> Tensor:
-    """Return the Fourier transform of real or complex numbers, whose parts are the last axis."""
-    along = (-2 if axis is None else int(axis)) % x.ndim
-    count = None if length is None else int(length)
-    signal = x.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(x.contiguous())
-    if inverse:
-        return torch.view_as_real(torch.fft.ifft(signal, count, along))
-    transform = torch.fft.rfft if onesided else torch.fft.fft
-    return torch.view_as_real(transform(signal, count, along))
-
-
 LINEAR: Kernels = MappingProxyType(
     {
         "Conv": _conv,
         "ConvTranspose": _conv_transpose,
-        "DFT": _dft,
-        "Det": torch.linalg.det,
         "Einsum": _einsum,
         "Gemm": _gemm,
         "MatMul": torch.matmul,

@@ -1,10 +1,9 @@
-"""Ops that reduce or normalize along axes, and those that find elements by their size."""
+"""Norms, reductions along axes, and ops that find elements by their size."""
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qsdk.algorithms.graph_in_torch.values import Kernel, Kernels, ints
@@ -71,25 +70,13 @@ def _unit_length(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
     return x / torch.where(length == 0, 1, length)  # what is zero everywhere stays zero
 
 
-def _mean_variance_norm(x: Tensor, *, axes: tuple[int, ...] = (0, 2, 3)) -> Tensor:
-    return _standardized(x, list(axes), 1e-9)
-
-
-def _across_channels(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
-    around = [0, 0] * (x.ndim - 2) + [(size - 1) // 2, size // 2]
-    energy = F.pad(x * x, around).unfold(1, size, 1).sum(-1)
-    return x / (bias + alpha / size * energy) ** beta
-
-
 NORMS: Kernels = MappingProxyType(
     {
         "BatchNormalization": _batch_norm,
         "GroupNormalization": _group_norm,
         "InstanceNormalization": _instance_norm,
-        "LRN": _across_channels,
         "LayerNormalization": _layer_norm,
         "LpNormalization": _unit_length,
-        "MeanVarianceNormalization": _mean_variance_norm,
         "RMSNormalization": _rms_norm,
     }
 )
@@ -134,10 +121,6 @@ def _sum_of_squares(x: Tensor, axes: Sequence[int]) -> Tensor:
 def _length(x: Tensor, axes: Sequence[int]) -> Tensor:
     result: Tensor = torch.linalg.vector_norm(x, dim=tuple(axes), keepdim=True)  # its gradient at zero is zero
     return result
-
-
-def _log_of_sum(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return torch.log(_sum(x, axes))
 
 
 def _log_of_sum_of_powers(x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -186,20 +169,14 @@ def _log_softmax(x: Tensor, *, axis: int = -1) -> Tensor:
     return torch.log_softmax(x, axis)
 
 
-def _hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
-    return torch.zeros_like(x).scatter(axis, torch.argmax(x, axis, keepdim=True), 1)
-
-
 REDUCTIONS: Kernels = MappingProxyType(
     {
         "ArgMax": _place_of_largest,
         "ArgMin": _place_of_smallest,
         "CumSum": _running_sum,
-        "Hardmax": _hardmax,
         "LogSoftmax": _log_softmax,
         "ReduceL1": _reduction(_sum_of_sizes),
         "ReduceL2": _reduction(_length),
-        "ReduceLogSum": _reduction(_log_of_sum),
         "ReduceLogSumExp": _reduction(_log_of_sum_of_powers),
         "ReduceMax": _reduction(_largest),
         "ReduceMean": _reduction(_mean),

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from qsdk.algorithms.graph_in_torch.elementwise import ELEMENTWISE
 from qsdk.algorithms.graph_in_torch.products import ATTENTION, LINEAR
-from qsdk.algorithms.graph_in_torch.recurrent import RECURRENT, refuses_layer
 from qsdk.algorithms.graph_in_torch.reductions import NORMS, REDUCTIONS
 from qsdk.algorithms.graph_in_torch.shapes import INDEXING, SHAPES
 from qsdk.algorithms.graph_in_torch.values import DTYPES, Kernels, as_tensor
-from qsdk.algorithms.graph_in_torch.windows import POOLING, RESIZE
+from qsdk.algorithms.graph_in_torch.windows import POOLING, RESIZE, refuses_resize
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.numerics import affine
@@ -55,22 +54,19 @@ KERNELS: Kernels = MappingProxyType(
         **LINEAR,
         **NORMS,
         **POOLING,
-        **RECURRENT,
         **REDUCTIONS,
         **RESIZE,
         **SHAPES,
     }
 )
 #: how many outputs a kernel computes, where it is more than the first; Split has any number
-_RESULTS = MappingProxyType({"Attention": 3, "GRU": 2, "LSTM": 3, "RNN": 2, "TopK": 2})
+_RESULTS = MappingProxyType({"Attention": 3, "TopK": 2})
 #: what tells that the attributes of an op ask for what no kernel computes
 _REFUSES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = MappingProxyType(
     {
         "BatchNormalization": lambda given: given.get("training_mode") == 1,
         "Cast": lambda given: given["to"] not in DTYPES,
-        "DFT": lambda given: bool(given.get("inverse") and given.get("onesided")),
-        "Resize": lambda given: given.get("coordinate_transformation_mode") == "tf_crop_and_resize",
-        **dict.fromkeys(RECURRENT, refuses_layer),
+        "Resize": refuses_resize,
     }
 )
 
@@ -101,9 +97,6 @@ def run_graph(
         feeds: its inputs by name.
         at_site: called once for every site, in order of execution, with the site and its tensor: inputs first, a
             stored tensor before its first reader. What it returns goes on in the tensor's place.
-
-    Raises:
-        ModelError: an op cannot be evaluated, or a constant has no value; it is named.
     """
     _require_supported(graph)
     readers = {tensor: max(found) for tensor, found in graph.consumers.items() if found}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qsdk.algorithms.graph_in_torch.values import DTYPES, Kernels, ints
+from qsdk.algorithms.graph_in_torch.values import Kernels, ints
 
 _SCATTER = MappingProxyType({"add": "sum", "mul": "prod", "max": "amax", "min": "amin"})
 
@@ -71,14 +71,8 @@ def _non_zero(x: Tensor) -> Tensor:
     return torch.nonzero(x).T.reshape(x.ndim, -1)
 
 
-def _compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor:
-    kept = torch.tensor([i for i, keep in enumerate(ints(condition)) if keep], dtype=torch.int64)
-    return x.reshape(-1).index_select(0, kept) if axis is None else x.index_select(axis, kept)
-
-
 INDEXING: Kernels = MappingProxyType(
     {
-        "Compress": _compress,
         "Gather": _gather,
         "GatherElements": _gather_elements,
         "GatherND": _gather_nd,
@@ -219,18 +213,12 @@ def _triangle(x: Tensor, diagonal: Tensor | None = None, *, upper: int = 1) -> T
     return torch.triu(x, k) if upper else torch.tril(x, k)
 
 
-def _eye_like(x: Tensor, *, dtype: int | None = None, k: int = 0) -> Tensor:
-    ones = torch.ones(x.shape, dtype=x.dtype if dtype is None else DTYPES[dtype])
-    return torch.triu(torch.tril(ones, k), k)
-
-
 SHAPES: Kernels = MappingProxyType(
     {
         "Concat": _concat,
         "ConstantOfShape": _constant_of_shape,
         "DepthToSpace": _depth_to_space,
         "Expand": _expand,
-        "EyeLike": _eye_like,
         "Flatten": _flatten,
         "Pad": _pad,
         "Range": _range,

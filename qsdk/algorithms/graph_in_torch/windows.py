@@ -1,4 +1,4 @@
-"""The geometry that convolutions and pooling share: a window that moves over the axes after the second."""
+"""Windows that move over the axes after the second, as of convolutions and pooling, and resizing along axes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,6 @@ def padded(x: Tensor, widths: Widths, value: float = 0.0) -> Tensor:
 
 _MAX = MappingProxyType({1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d})
 _CONV = MappingProxyType({1: F.conv1d, 2: F.conv2d, 3: F.conv3d})
-_SAMPLED = MappingProxyType({"linear": "bilinear", "nearest": "nearest", "cubic": "bicubic"})
 
 
 def _max_pool(
@@ -136,18 +135,11 @@ def _global_max(x: Tensor) -> Tensor:
     return x.amax(list(range(2, x.ndim)), keepdim=True)
 
 
-def _grid_sample(
-    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: str = "linear", padding_mode: str = "zeros"
-) -> Tensor:
-    return F.grid_sample(x, grid, _SAMPLED[mode], padding_mode, bool(align_corners))
-
-
 POOLING: Kernels = MappingProxyType(
     {
         "AveragePool": _average_pool,
         "GlobalAveragePool": _global_average,
         "GlobalMaxPool": _global_max,
-        "GridSample": _grid_sample,
         "MaxPool": _max_pool,
     }
 )
@@ -162,20 +154,17 @@ def _resize(
     scales: Tensor | None = None,
     sizes: Tensor | None = None,
     *,
-    antialias: int = 0,
     axes: Sequence[int] | None = None,
     coordinate_transformation_mode: str = "half_pixel",
-    cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
-    keep_aspect_ratio_policy: str = "stretch",
     mode: str = "nearest",
     nearest_mode: str = "round_prefer_floor",
+    **others: Any,
 ) -> Tensor:
     along = list(range(x.ndim)) if axes is None else [axis % x.ndim for axis in axes]
     inner = [x.shape[axis] for axis in along]
     if sizes is not None and sizes.numel():
-        factors, outer = _from_sizes(inner, ints(sizes), keep_aspect_ratio_policy)
+        outer = ints(sizes)
+        factors = [np.float32(out / size) for size, out in zip(inner, outer, strict=True)]
     else:
         assert scales is not None
         factors = [np.float32(factor) for factor in scales.tolist()]
@@ -188,19 +177,19 @@ def _resize(
             chosen = np.clip(_NEAREST[nearest_mode](places), 0, size - 1).astype(np.int64)
             x = x.index_select(axis, torch.from_numpy(chosen))
         else:
-            stretch = min(float(factor), 1.0) if antialias else 1.0
-            weights = _weights(places, size, stretch, mode, cubic_coeff_a, outside=not exclude_outside)
-            x = (x.movedim(axis, -1) @ torch.from_numpy(weights.T).to(x.dtype)).movedim(-1, axis)
+            weights = torch.from_numpy(_linear_weights(places, size)).to(x.dtype)
+            x = (x.movedim(axis, -1) @ weights).movedim(-1, axis)
     return x
 
 
-def _from_sizes(inner: list[int], sizes: list[int], policy: str) -> tuple[list[np.float32], list[int]]:
-    """Return scale and size of each axis for the sizes asked for."""
-    factors = [np.float32(out / size) for size, out in zip(inner, sizes, strict=True)]
-    if policy == "stretch":
-        return factors, sizes
-    one = min(factors) if policy == "not_larger" else max(factors)
-    return [one] * len(inner), [int(np.floor(size * one + np.float32(0.5))) for size in inner]
+def refuses_resize(attributes: Mapping[str, Any]) -> bool:
+    """Return whether a Resize is none of nearest or linear, with sizes or scales as they are."""
+    return (
+        attributes.get("mode") == "cubic"
+        or attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
+        or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch"
+        or bool(attributes.get("antialias") or attributes.get("exclude_outside"))
+    )
 
 
 def _places(mode: str, size: int, out: int, factor: np.float32) -> Array:
@@ -221,40 +210,14 @@ def _places(mode: str, size: int, out: int, factor: np.float32) -> Array:
     raise ValueError(f"its coordinate_transformation_mode is {mode}")
 
 
-def _weights(places: Array, size: int, stretch: float, mode: str, a: float, *, outside: bool) -> Array:
-    """Return the weights of the input elements in each output element, [out, in].
-
-    Args:
-        places: of the output elements in the input.
-        size: of the axis.
-        stretch: below 1, the filter is 1 / stretch times as wide.
-        mode: linear or cubic.
-        a: the coefficient of the cubic filter.
-        outside: elements outside count as the nearest one inside; else they have no weight.
-    """
-    reach = int(np.ceil((1 if mode == "linear" else 2) / stretch))
-    first = np.floor(places).astype(np.int64) - reach
-    found = np.zeros((len(places), size))
-    rows = np.arange(len(places))
-    for step in range(2 * reach + 2):
-        taken = first + step
-        weight = _FILTERS[mode](np.abs(places - taken) * stretch, a)
-        weight = weight if outside else np.where((taken < 0) | (taken >= size), 0, weight)
-        np.add.at(found, (rows, np.clip(taken, 0, size - 1)), weight)
-    return np.asarray(found / found.sum(1, keepdims=True))
+def _linear_weights(places: Array, size: int) -> Array:
+    """Return the weights [in, out] of the input elements; one outside of the axis counts as the nearest one inside."""
+    weights, columns, first = np.zeros((size, len(places))), np.arange(len(places)), np.floor(places).astype(np.int64)
+    for element in (first, first + 1):
+        np.add.at(weights, (np.clip(element, 0, size - 1), columns), 1 - np.abs(places - element))
+    return weights
 
 
-def _linear(distance: Array, a: float) -> Array:
-    return np.asarray(np.maximum(1 - distance, 0))
-
-
-def _cubic(distance: Array, a: float) -> Array:
-    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
-    far = a * (((distance - 5) * distance + 8) * distance - 4)
-    return np.asarray(np.where(distance <= 1, near, np.where(distance < 2, far, 0)))
-
-
-_FILTERS = MappingProxyType({"linear": _linear, "cubic": _cubic})
 _NEAREST: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
     {
         "floor": np.floor,

@@ -137,12 +137,7 @@ class CallPlaces:
         return self.places[ranks.rank()]
 
     def rows_before(self, rows: Sequence[Sequence[int]], limit: int | None) -> dict[Place, int]:
-        """Return for each place the number of rows of the calls before it.
-
-        Args:
-            rows: of each rank's calls.
-            limit: of the rows of a call that count; None for all.
-        """
+        """Return for each place the number of rows of the calls before it."""
         pairs = [pair for own, mine in zip(self.places, rows, strict=True) for pair in zip(own, mine, strict=True)]
         result, before = {}, 0
         for place, count in sorted(pairs):
@@ -174,11 +169,7 @@ class InputSurvey:
         self._rows: list[int] = []
 
     def add(self, number: int, x: Tensor, x_quantized: Tensor) -> None:
-        """Look at the input of a call.
-
-        Raises:
-            DataError: it does not fit the layer, or holds NaN or an infinity.
-        """
+        """Look at the input of a call."""
         layer, (groups, _, k) = self._layer, self._layer.layout.matrix_shape
         if layer.layout.kind == "embedding":
             self._rows.append(x_quantized.numel())

@@ -40,23 +40,12 @@ class EmbeddingPart:
     def __init__(
         self, layers: Sequence[Layer], weights: Sequence[Tensor], held_back: int, before: Mapping[Place, int]
     ) -> None:
-        """Start with counts of 0.
-
-        Args:
-            layers: the tables.
-            weights: of each.
-            held_back: every n-th index is held back; none if it is 0.
-            before: number of indices before each call.
-        """
+        """Start with counts of 0."""
         self._layers, self._weights, self._every, self._before = layers, weights, held_back, before
         self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64, device=weights[0].device)
 
     def add(self, number: int, x: Tensor, x_quantized: Tensor, place: Place) -> None:
-        """Add one call's indices, those of the quantized model; its place is that among the calls of all ranks.
-
-        Raises:
-            DataError: an index is no row of the table; names the layer and the batch.
-        """
+        """Add one call's indices, those of the quantized model; its place is that among the calls of all ranks."""
         rows, indices = self._counts.shape[1], x_quantized.flatten().long().to(self._counts.device)
         if len(indices) and not -rows <= int(indices.min()) <= int(indices.max()) < rows:
             raise DataError(f"{self._layers[0].site}, batch {number}: an index is none of the {rows} rows of the table")
@@ -140,9 +129,6 @@ def problems_of(
         seed: of what is sampled.
         owners: by site, the rank that gets the second moments and samples of a layer; the others have only means.
             None for the first rank.
-
-    Raises:
-        DataError: an input does not fit its layer, or holds NaN or an infinity; names the layer and the batch.
     """
     shared: dict[Any, list[Layer]] = {}
     for layer in step.layers:
@@ -366,11 +352,7 @@ class _Part:
 
 
 def _require_summable(site: str, bounds: Bounds) -> None:
-    """Refuse inputs that are so large that float32 cannot add up their squares.
-
-    Raises:
-        DataError: names the site.
-    """
+    """Refuse inputs that are so large that float32 cannot add up their squares."""
     largest = max(float(bounds.x_quantized.max()), float(bounds.difference.max()))
     if largest * largest * bounds.count > torch.finfo(torch.float32).max:
         raise DataError(

@@ -207,11 +207,7 @@ class Moments:
         return rows >= self._few or rows * self._elements > CHUNK
 
     def finish(self, owners: Sequence[tuple[slice, int]] = ((slice(None), 0),)) -> Sums:
-        """Return the sums over all rows of all ranks; those of second order only to the ranks that own outputs.
-
-        Args:
-            owners: slices of the outputs, and the rank of each.
-        """
+        """Return the sums over all rows of all ranks; those of second order only to the ranks that own outputs."""
         means = self._means.value()
         ranks.all_reduce_sum([means, self._counts])
         rows, count = int(self._counts[0]), float(self._counts[1])

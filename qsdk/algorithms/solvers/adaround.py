@@ -63,9 +63,6 @@ def solve(
     Returns:
         The rounded weight, every element exactly on the grid, and relative errors.
 
-    Raises:
-        ConfigError: the dtype is not an integer, or an option is out of its range or not for this method.
-
     Source: the problem is that of Nagel et al. 2020, AdaRound, sections 3.1 to 3.4, with its asymmetric
     reconstruction and activation function (equation 25); the fast solution is Frantar et al. 2023, GPTQ, section 3, in
     the form of Babai's nearest plane (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
@@ -126,7 +123,7 @@ def _solve_behind_activation(
     outputs, weight = SampledOutputs.of(problem), problem.weight.mT
     gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
     rounded = (relaxation.relax(weight, grid, gradient, steps, options) * grid.scale).mT
-    return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
+    return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.bias is not None)
 
 
 def _require_options(

@@ -72,7 +72,7 @@ class Evidence:
     def of(cls, problem: LayerProblem, *, shift_bias: bool) -> "Evidence":
         """Return the evidence for a problem on torch; the bias is only shifted where there is one."""
         data, held_back = with_held_back(problem), problem.held_back
-        if not (shift_bias and problem.has_bias and data.mean is not None):
+        if not (shift_bias and problem.bias is not None and data.mean is not None):
             return cls(data, data, held_back, shifts=False)
         return cls(data, data.centered(), held_back and held_back.centered(), shifts=True)
 
@@ -117,8 +117,8 @@ def with_held_back(problem: LayerProblem) -> LayerProblem:
         x_quantized=None,
         drifted=None,
         roots=None,
-        linear=problem.linear_term() + other.linear_term(),
-        drifts=problem.drift() + other.drift(),
+        linear=problem.linear_term + other.linear_term,
+        drifts=problem.drift + other.drift,
         rows=problem.rows + other.rows,
         count=count,
         mean=mean(problem.mean, other.mean),
@@ -146,7 +146,7 @@ def keep_nearest(problem: LayerProblem) -> Solution | None:
 def _error_of_embedding(problem: LayerProblem) -> float:
     """Return the relative error of the nearest codes, some rows of the table at a time: tables are large."""
     (scale, zero_point), dtype = scales_of_weights(problem, problem.encoding), problem.encoding.dtype
-    weight, h, linear, drifts = problem.weight, problem.g_quantized, problem.linear_term(), problem.drift()
+    weight, h, linear, drifts = problem.weight, problem.g_quantized, problem.linear_term, problem.drift
     error = energy = 0.0
     step = max(1, ROWS_OF_TABLE // weight[0].numel())
     for rows in (slice(start, start + step) for start in range(0, len(weight), step)):

@@ -60,9 +60,6 @@ def solve(
     Returns:
         The rounded weight, every element exactly on the encoding's grid, the encoding, and relative errors.
 
-    Raises:
-        ConfigError: the dtype is not an integer, or an option is out of its range.
-
     Source: Frantar et al. 2023, GPTQ, section 3; the float outputs as target after Nagel et al. 2020, AdaRound,
     section 3.4.
     """

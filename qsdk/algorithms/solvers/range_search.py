@@ -74,16 +74,16 @@ class SquaredLosses:
     def __init__(self, problem: LayerProblem, deviation: Tensor) -> None:
         """Start from a deviation of the whole weight, which is changed later."""
         self.deviation = deviation
-        self._problem, self._h, linear = problem, problem.g_quantized, problem.linear_term()
+        self._problem, self._h, linear = problem, problem.g_quantized, problem.linear_term
         product = deviation @ self._h
-        self._drifts = problem.drift()
+        self._drifts = problem.drift
         self.errors: Tensor = torch.add(product, linear, alpha=2).mul_(deviation).sum(-1) + self._drifts
         self._slope = product.add_(linear)  # per column: the drift and the errors of all columns
 
     def of(self, columns: Columns) -> Quadratic:
         """Return the loss of the deviation of these columns, with that of all others fixed."""
         if self._are_all(columns):
-            self._loss = Quadratic(self._h, self._problem.linear_term(), self._problem.weight_product)
+            self._loss = Quadratic(self._h, self._problem.linear_term, self._problem.weight_product)
             self.now = self.errors - self._drifts
         else:
             own, inner = self.deviation[..., columns], self._h[:, columns][:, :, columns]

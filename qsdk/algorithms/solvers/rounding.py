@@ -104,8 +104,8 @@ class Objective:
     def of(cls, problem: LayerProblem, damping: float | None) -> "Objective":
         """Return the objective of a problem on torch, made robust against unseen data; see `damp` and `by_chance`."""
         h = damp(problem.g_quantized, damping_for(problem) if damping is None else damping, noise_in(problem))
-        weight, linear = (x.mT.contiguous() for x in (problem.weight, problem.linear_term()))
-        return cls.of_terms(weight, h, linear, drift=float(problem.drift().sum()), rows=problem.rows)
+        weight, linear = (x.mT.contiguous() for x in (problem.weight, problem.linear_term))
+        return cls.of_terms(weight, h, linear, drift=float(problem.drift.sum()), rows=problem.rows)
 
     @classmethod
     def of_terms(
@@ -183,11 +183,6 @@ def by_chance(gain: float, drift: float, inputs_per_row: float) -> float:
 
     A regression of the drift of the quantized inputs on K inputs lowers the error on its own rows even without any true
     relation, by K over the number of rows times the remaining error.
-
-    Args:
-        gain: by which the best weight lowers the error.
-        drift: the error of W itself.
-        inputs_per_row: K over the number of rows of data.
 
     Source: James and Stein 1961, in the form of an F test whose statistic is subtracted instead of compared.
     """

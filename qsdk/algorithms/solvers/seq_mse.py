@@ -67,9 +67,6 @@ def solve(
     Returns:
         The encoding, and relative errors (then behind the function as well); the weight stays.
 
-    Raises:
-        ConfigError: the dtype is not an integer, there are no candidates, or the loss is unknown or lacks samples.
-
     Source: AIMET's sequential MSE (Qualcomm), here in closed form on second moments; the asymmetric objective after
     Nagel et al. 2020, AdaRound, section 3.4, blocks in turn as coordinate descent.
     """
@@ -78,7 +75,7 @@ def solve(
     table = problem.layout.kind == "embedding" and problem.encoding.scale.size == 1
     if table and problem.weight.numel() > TABLE:
         return _of_large_table(problem, candidates=candidates, loss=loss, refine=refine)
-    shifts = shift_bias and problem.has_bias and problem.mean is not None
+    shifts = shift_bias and problem.bias is not None and problem.mean is not None
     behind = shifts and problem.activation is not None and problem.samples is not None
     judged = problem.centered() if shifts and not behind else problem
     old = fake_quantize(problem, problem.encoding)
@@ -299,7 +296,7 @@ def _refine(
 
 def _importance(problem: LayerProblem) -> Tensor:
     """Return one over each output's energy, [groups, outputs]; 0 where an output has none."""
-    energy: Tensor = problem.energy()
+    energy: Tensor = problem.energy
     if problem.layout.kind == "embedding":  # an output is a column of the table, for any row
         energy = energy.sum(0, keepdim=True).expand_as(energy)
     return torch.where(energy > 0, 1 / energy, 0)

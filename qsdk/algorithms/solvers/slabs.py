@@ -90,8 +90,8 @@ def _solve_each(problem: LayerProblem, slabs: list[slice], solver: Solver) -> So
 def _energy(part: LayerProblem) -> float:
     """Return what the relative errors of a slab are relative to: that of all data."""
     held_back = part.held_back
-    others = 0.0 if held_back is None or not held_back.rows else float(held_back.energy().sum())
-    return float(part.energy().sum()) + others
+    others = 0.0 if held_back is None or not held_back.rows else float(held_back.energy.sum())
+    return float(part.energy.sum()) + others
 
 
 def _part(problem: LayerProblem, rows: slice) -> LayerProblem:

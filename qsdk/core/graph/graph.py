@@ -114,19 +114,37 @@ class Graph:
                 result.update(dict.fromkeys(op.outputs, result[source]))
         return result
 
-    def constant_root(self, tensor: int) -> int | None:
+    def constant_root(self, tensor: int | None) -> int | None:
         """Return the stored tensor behind Identity, Transpose and Casts of floats, or None for a computed tensor."""
-        return self._roots.get(tensor)
+        return None if tensor is None else self._roots.get(tensor)
+
+    def maker(self, tensor: int | None) -> Op | None:
+        """Return the op that computes a tensor; None for an input, a constant or an absent tensor."""
+        index = None if tensor is None else self.producer.get(tensor)
+        return None if index is None else self.ops[index]
+
+    def shape_of(self, tensor: int | None) -> tuple[int | str | None, ...] | None:
+        """Return the shape of a tensor, or None where even its rank is unknown."""
+        return None if tensor is None else self.tensors[tensor].shape
+
+    def reduced_axes(self, op: Op) -> tuple[int, ...] | None:
+        """Return the axes of a reduction, ascending and counted from the first; None where they are not known."""
+        shape, axes = self.shape_of(op.inputs[0]), op.attributes.get("axes")
+        if axes is None and len(op.inputs) > 1:
+            axes = self.value(op.inputs[1])
+        if axes is None or shape is None:
+            return None
+        return tuple(sorted(int(axis) % len(shape) for axis in np.reshape(axes, -1)))
 
     def origin(self, tensor: int) -> tuple[int, tuple[int, ...]] | None:
         """Return the stored tensor that a tensor is a reordered, reshaped or cast form of, with the ops between."""
         current, between = tensor, []
         while not self.tensors[current].constant:
-            made_by = self.producer.get(current)
-            source = self.ops[made_by].inputs[0] if made_by is not None and self.ops[made_by].inputs else None
-            if made_by is None or source is None or self.ops[made_by].type not in _VIEWS:
+            op = self.maker(current)
+            source = op.inputs[0] if op is not None and op.inputs else None
+            if op is None or source is None or op.type not in _VIEWS:
                 return None
-            between.append(made_by)
+            between.append(self.producer[current])
             current = source
         return current, tuple(between)
 

@@ -48,15 +48,7 @@ def graph_to_plain(graph: Graph) -> dict[str, Any]:
 
 
 def graph_from_plain(data: Any, where: str) -> Graph:
-    """Return the graph that `graph_to_plain` wrote.
-
-    Args:
-        data: values of JSON.
-        where: name of the file, for messages.
-
-    Raises:
-        FileFormatError: it is no graph: an op reads a tensor that nothing before it computes, or two have one site.
-    """
+    """Return the graph that `graph_to_plain` wrote."""
     try:
         tensors = [_tensor(index, *fields) for index, fields in enumerate(data["tensors"])]
         ops: list[Op] = []
@@ -78,15 +70,7 @@ def graph_to_text(graph: Graph) -> str:
 
 
 def graph_from_text(text: Any, where: str) -> Graph:
-    """Return the graph that `graph_to_text` wrote.
-
-    Args:
-        text: from the file.
-        where: name of the file, for messages.
-
-    Raises:
-        FileFormatError: see `graph_from_plain`.
-    """
+    """Return the graph that `graph_to_text` wrote."""
     try:
         data = json.loads(zlib.decompressobj().decompress(base64.b85decode(text), _LARGEST))
     except (RecursionError, TypeError, ValueError, zlib.error) as error:

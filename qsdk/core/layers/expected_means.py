@@ -44,11 +44,7 @@ def norms_to_json(norms: Mapping[str, FoldedNorm]) -> dict[str, Any]:
 
 
 def read_norms(given: Any, where: str) -> dict[str, FoldedNorm]:
-    """Return the norms that `norms_to_json` wrote into the file `where`.
-
-    Raises:
-        FileFormatError: it is damaged.
-    """
+    """Return the norms that `norms_to_json` wrote into the file `where`."""
     try:
         return {
             layer: FoldedNorm(np.array(norm["mean"], np.float32), np.array(norm["std"], np.float32), norm["before"])
@@ -126,9 +122,7 @@ def _share(x: FloatArray) -> FloatArray:
 
 def _folded_into(graph: Graph, op: Op, norms: Mapping[str, FoldedNorm]) -> FoldedNorm | None:
     """Return the BatchNorm that was folded into the layer that an op is."""
-    if op.type not in LINEAR or op.inputs[1] is None:
-        return None
-    root = graph.constant_root(op.inputs[1])
+    root = graph.constant_root(op.inputs[1]) if op.type in LINEAR else None
     site = None if root is None else graph.tensors[root].site
     return None if site is None else norms.get(owner_of(site))
 
@@ -146,7 +140,7 @@ def _expected_output(
 ) -> ExpectedMoments | None:
     """Return the expected moments of an op's output; None where they are unknown."""
     if op.type == "BatchNormalization":
-        gamma, beta = (None if t is None else graph.constant_root(t) for t in op.inputs[1:3])
+        gamma, beta = map(graph.constant_root, op.inputs[1:3])
         if gamma is None or beta is None:
             return None
         shift, scale = (stored(graph.tensors[root].name) for root in (beta, gamma))
@@ -200,10 +194,8 @@ def _keeps_means(graph: Graph, op: Op) -> bool:
             "VALID",
         )
     if op.type == "ReduceMean":
-        given = op.attributes.get("axes")
-        axes = graph.value(op.inputs[1]) if given is None and len(op.inputs) > 1 else given
-        rank = len(graph.tensors[op.inputs[0]].shape or ()) if op.inputs[0] is not None else 0
-        return axes is not None and all(int(axis) % max(rank, 1) >= 2 for axis in np.reshape(axes, -1))
+        axes = graph.reduced_axes(op)
+        return axes is not None and all(axis >= 2 for axis in axes)
     return True
 
 

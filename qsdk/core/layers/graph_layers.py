@@ -40,11 +40,6 @@ class _NoLayerError(Exception):
 def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[list[GraphLayer], dict[str, str]]:
     """Return the layers of a planned graph that solvers can work on, and why other weights are none.
 
-    Args:
-        graph: of either side.
-        plan: of this graph.
-        frozen: sites whose encodings must stay.
-
     Returns:
         The layers in the order of the graph, and why each other weight site is none.
     """
@@ -86,7 +81,7 @@ def _readers(graph: Graph) -> dict[int, list[tuple[int, int]]]:
     result: dict[int, list[tuple[int, int]]] = {}
     for index, op in enumerate(graph.ops):
         for position, tensor in enumerate(op.inputs):
-            root = None if tensor is None else graph.constant_root(tensor)
+            root = graph.constant_root(tensor)
             passes_on = op.type in ("Transpose", "Identity") and position == 0
             if root is not None and not passes_on and op.type not in SHAPE_OPS:
                 result.setdefault(root, []).append((index, position))
@@ -194,7 +189,7 @@ def _bias(graph: Graph, index: int, weight: int) -> str:
         if following is None:
             return ""
         reader, tensor = following, bias_of_add(graph, following)
-    root = None if tensor is None else graph.constant_root(tensor)
+    root = graph.constant_root(tensor)
     if root is None or root == weight or (op.type == "Gemm" and op.attributes.get("beta", 1.0) != 1.0):
         return ""
     facts, result = graph.tensors[root], graph.tensors[op.outputs[0]].shape

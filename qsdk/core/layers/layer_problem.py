@@ -76,9 +76,6 @@ class WeightLayout:
         groups: of a convolution.
         channel_axis: output channels of the stored weight (those of one group for `conv_transpose`).
         input_axis: input channels of the stored weight (those of one group for `conv`).
-
-    Raises:
-        ModelError: a linear weight is not a matrix, or the groups do not divide their axis.
     """
 
     kind: LayerKind
@@ -215,9 +212,6 @@ class LayerProblem:
         activation: the function right behind the layer, if there is one and it is known.
         bias: of the float model's layer, float32 [groups, out_per_group]; None where it has none.
         without_mean: whether errors exclude the part that a shift of the bias removes; see `centered`.
-
-    Raises:
-        ModelError: the shapes do not match.
     """
 
     site: str
@@ -251,46 +245,32 @@ class LayerProblem:
             if result is not None and tuple(result.shape) != wanted:
                 raise ModelError(f"{self.site}: a {name} of {tuple(result.shape)}, not {wanted}")
 
-    @property
-    def has_bias(self) -> bool:
-        """Return whether the layer has a bias, which can take a shift."""
-        return self.bias is not None
-
     @cached_property
     def g_quantized(self) -> Any:
         """Return X~X~', float32 [groups, K, K]."""
         return self.h if self.x_quantized is None else self.x_quantized.swapaxes(-1, -2) @ self.x_quantized
 
+    @cached_property
     def linear_term(self) -> Any:
         """Return `W (X~ - X) X~'`, [groups, out_per_group, K].
 
         With d = W~ - W the output error is `d g_quantized d' + 2 d linear_term' + drift`: unlike the three traces,
         this form does not lose a small error in the difference of large numbers.
         """
-        return self._linear
-
-    @cached_property
-    def _linear(self) -> Any:
         if self.linear is not None or self.drifted is None:
             return self.linear
         return self.drifted.swapaxes(-1, -2) @ self.x_quantized
 
+    @cached_property
     def drift(self) -> Any:
         """Return `||W (X - X~)||^2` per output, [groups, out_per_group]: the error of W~ = W."""
-        return self._drifts
-
-    @cached_property
-    def _drifts(self) -> Any:
         if self.drifts is not None or self.drifted is None:
             return self.drifts
         return (self.drifted * self.drifted).sum(-2)
 
+    @cached_property
     def energy(self) -> Any:
         """Return `||WX||^2` per output, [groups, out_per_group], which errors are relative to."""
-        return self._energies
-
-    @cached_property
-    def _energies(self) -> Any:
         # WX = WX~ + W(X - X~), and the cross term is that of `linear_term`
         if self.drifted is not None:
             outputs = self._outputs(self.weight) - self.drifted.swapaxes(-1, -2)
@@ -343,7 +323,7 @@ class LayerProblem:
 
     def relative(self, errors: Any) -> float:
         """Return the sum of errors per output over the layer's energy; 0 where its outputs are all 0."""
-        energy = float(self.energy().sum())
+        energy = float(self.energy.sum())
         return max(float(errors.sum()), 0.0) / energy if energy > 0 else 0.0
 
     def mean_error(self, quantized: Any) -> Any:

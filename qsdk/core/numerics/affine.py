@@ -88,9 +88,6 @@ def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: 
 
     Per tensor (`axis` None): shape () or (1,), returned with one element. Per channel: shape (C,), C =
     shape[axis]. Per block: x's rank, `ceil(shape[axis] / block_size)` along axis, repeated to full length.
-
-    Raises:
-        ValueError: the parameter's shape does not belong to that granularity, or the axis not to the tensor.
     """
     result = tuple(parameter.shape)
     if axis is None:

@@ -26,15 +26,9 @@ MAX_SHIFT = 62
 def fixed_point(multiplier: ArrayLike) -> tuple[Integers, Integers]:
     """Return the mantissa m in [2**30, 2**31) and right shift n with `m * 2**-n` nearest to each multiplier.
 
-    Args:
-        multiplier: positive finite reals, any shape.
-
     Returns:
         m and n, int64, in the shape of `multiplier`. n is below 31 for multipliers of 1 and more, and may exceed
         `MAX_SHIFT`, where every int32 accumulator requantizes to 0.
-
-    Raises:
-        ConfigError: a multiplier is not positive and finite, or is 2**30 or more (n would be below 1).
     """
     real = np.asarray(multiplier, np.float64)
     if not np.all(np.isfinite(real) & (real > 0)):
@@ -60,9 +54,6 @@ def requantize(
         shift: integers >= 1, broadcast against the accumulator.
         rounding: of exact ties; all else goes to the nearest integer, except with `gemmlowp`,
             which rounds twice (see `round_shift`).
-
-    Raises:
-        ConfigError: an argument is out of its range, or `rounding` is unknown.
     """
     acc, m, n = (np.asarray(value, np.int64) for value in (accumulator, mantissa, shift))
     if np.any((acc < -(1 << 31)) | (acc >= 1 << 31)):
@@ -79,9 +70,6 @@ def round_shift(product: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "h
     `gemmlowp` rounds as that library's fixed point does, for chips that follow it: first to 31 bits, ties up
     (SaturatingRoundingDoublingHighMul), then by the rest of the shift, ties away from zero
     (RoundingDivideByPOT); a shift of 31 or less is its first step alone.
-
-    Raises:
-        ConfigError: an argument is out of its range, or `rounding` is unknown.
     """
     if rounding not in ROUNDINGS:
         raise ConfigError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")

@@ -67,10 +67,9 @@ def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
     if value is not None:
         # zeros are a mask that hides nothing; a trace has one where nothing is padded
         return {tensor} if np.size(value) and (float(np.min(value)) <= HIDES or not np.any(value)) else None
-    made_by = graph.producer.get(tensor)
-    if made_by is None:
+    op = graph.maker(tensor)
+    if op is None:
         return None
-    op = graph.ops[made_by]
     if op.type == "Where":
         return _chosen(graph, tensor, op.inputs[1:], depth)
     if op.type == "Mul":
@@ -161,12 +160,12 @@ def _guarded(softmax: Term) -> Term:
 
 
 def _axis(graph: Graph, tensor: int | None, axis: int) -> int:
-    shape = None if tensor is None else graph.tensors[tensor].shape
+    shape = graph.shape_of(tensor)
     return axis % len(shape) - len(shape) if shape else axis
 
 
 def _size(graph: Graph, tensor: int | None, axis: int) -> int | None:
-    shape = None if tensor is None else graph.tensors[tensor].shape
+    shape = graph.shape_of(tensor)
     size = None if shape is None else shape[axis]
     return size if isinstance(size, int) else None
 

@@ -17,11 +17,6 @@ def find_chains(graph: Graph, names: Iterable[str], taken: Collection[int] = ())
 
     A chain follows tensors that have one reader and do not leave the model. `MatMul+Add` means a linear layer: the Add
     must add a bias.
-
-    Args:
-        graph: of the model.
-        names: such as `Conv+BatchNormalization+Relu`.
-        taken: ops of other supergroups.
     """
     by_head: dict[str, list[list[str]]] = {}
     for name in names:

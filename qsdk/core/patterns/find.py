@@ -1,6 +1,6 @@
 """Supergroups: ops quantized as one, matched by structure. Inside one, only input, weights and output are quantized.
 
-`Pattern` with `op`, `any_of`, `stored`, `number` and `product` describes a custom group.
+`Pattern`, `op`, `any_of`, `stored`, `number` and `product` of `qsdk.core.patterns.terms` describe a custom group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,53 +8,14 @@ from collections.abc import Mapping, Sequence
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.activations import ACTIVATIONS
 from qsdk.core.patterns.attention import ATTENTION, mask_tensors
-from qsdk.core.patterns.linear import bias_of_add, linear_groups
+from qsdk.core.patterns.linear import linear_groups
 from qsdk.core.patterns.match import PartialMatch, PatternMatcher
 from qsdk.core.patterns.norms import NORMS
 from qsdk.core.patterns.supergroup import MatchResult, NearMiss, Supergroup
-from qsdk.core.patterns.terms import (
-    Captured,
-    InputTensor,
-    Pattern,
-    StoredTensor,
-    Term,
-    amiss,
-    any_of,
-    number,
-    op,
-    possible,
-    product,
-    stored,
-)
-
-__all__ = [
-    "Supergroup",
-    "NearMiss",
-    "MatchResult",
-    "PATTERNS",
-    "find_supergroups",
-    "match_supergroups",
-    "bias_of_add",
-    "Pattern",
-    "Term",
-    "InputTensor",
-    "StoredTensor",
-    "Captured",
-    "op",
-    "any_of",
-    "amiss",
-    "stored",
-    "number",
-    "product",
-]
+from qsdk.core.patterns.terms import Pattern, possible
 
 #: the patterns that come with qsdk, the preferred one first
 PATTERNS: tuple[Pattern, ...] = (*NORMS, *ACTIVATIONS, *ATTENTION)
-
-
-def find_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> Mapping[int, Supergroup]:
-    """Return, for each op inside a supergroup, that supergroup; other ops are absent."""
-    return match_supergroups(graph, patterns).groups
 
 
 def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> MatchResult:

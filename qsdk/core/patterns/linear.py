@@ -41,11 +41,11 @@ def bias_of_add(graph: Graph, add: int) -> int | None:
     if op.type != "Add" or len(op.inputs) != 2:
         return None
     for result, bias in (op.inputs, op.inputs[::-1]):
-        made_by = None if result is None else graph.producer.get(result)
-        if bias is None or result is None or made_by is None or graph.ops[made_by].type != "MatMul":
+        product = graph.maker(result)
+        if bias is None or result is None or product is None or product.type != "MatMul":
             continue
         root = graph.constant_root(bias)
-        fits = root is not None and _is_one_per_column(graph, root, made_by)
+        fits = root is not None and _is_one_per_column(graph, root, product.inputs[1])
         if fits and graph.sole_consumer(result) == add:
             return bias
     return None
@@ -81,8 +81,7 @@ def _next(graph: Graph, op: int) -> int | None:
     return graph.sole_consumer(graph.ops[op].outputs[0])
 
 
-def _is_one_per_column(graph: Graph, bias: int, matmul: int) -> bool:
-    weight = graph.ops[matmul].inputs[1]
+def _is_one_per_column(graph: Graph, bias: int, weight: int | None) -> bool:
     if weight is None or graph.constant_root(weight) is None:
         return False
     shape, columns = graph.tensors[bias].shape or (), graph.tensors[weight].shape or (None,)

@@ -63,7 +63,7 @@ class PatternMatcher:
             reason = reason or self._needed_outside(captured, op_id)
             if reason is None:
                 return self._group(pattern, captured, op_id)
-            first_miss = first_miss or self._miss(pattern, op_id, captured.ops, reason)
+            first_miss = first_miss or PartialMatch(NearMiss(op_id, pattern.name, reason), captured.ops)
         return first_miss or self._partial(pattern, op_id)
 
     def _group(self, pattern: Pattern, captured: Captured, last: int) -> Supergroup:
@@ -98,15 +98,12 @@ class PatternMatcher:
             return "one of its inputs is made inside it"
         return None
 
-    def _miss(self, pattern: Pattern, op_id: int, ops: frozenset[int], reason: str) -> PartialMatch:
-        return PartialMatch(NearMiss(op_id, pattern.name, reason), ops)
-
     def _partial(self, pattern: Pattern, op_id: int) -> PartialMatch | None:
         """Return a near miss for the match that got furthest, if the pattern asks to report one so far."""
         furthest = self._furthest
         if furthest is None or not pattern.is_near(frozenset(self.graph.ops[op].type for op in furthest.ops)):
             return None
-        return self._miss(pattern, op_id, furthest.ops, self._in_words(furthest))
+        return PartialMatch(NearMiss(op_id, pattern.name, self._in_words(furthest)), furthest.ops)
 
     def _in_words(self, difference: _Mismatch) -> str:
         if isinstance(difference.wanted, str):
@@ -120,10 +117,8 @@ class PatternMatcher:
         if stored is not None:
             value = self.graph.scalar(stored[0])
             return f"the stored {self.graph.tensors[stored[0]].name!r}" if value is None else f"{value:.6g}"
-        made_by = self.graph.producer.get(self._chain(tensor)[0][0])
-        return (
-            f"{self.graph.tensors[tensor].name!r}" if made_by is None else _label(self.graph, self.graph.ops[made_by])
-        )
+        op = self._op_behind(tensor)
+        return f"{self.graph.tensors[tensor].name!r}" if op is None else _label(self.graph, op)
 
     # terms
 
@@ -167,8 +162,8 @@ class PatternMatcher:
         """Return whether the op behind a tensor can match the term at all: a cheap test that most operands fail."""
         if tensor is None or not isinstance(term, Node | AnyOf) or not term.types:
             return True
-        made_by = self.graph.producer.get(self._chain(tensor)[0][0])
-        return made_by is not None and self.graph.ops[made_by].type in term.types
+        op = self._op_behind(tensor)
+        return op is not None and op.type in term.types
 
     def _all(self, pairs: Sequence[tuple[Term, int | None]], found: Captured) -> Iterator[Captured]:
         if not pairs:
@@ -179,8 +174,8 @@ class PatternMatcher:
             yield from self._all(others, captured)
 
     def _any_of(self, term: AnyOf, tensor: int, found: Captured) -> Iterator[Captured]:
-        made_by = self.graph.producer.get(self._chain(tensor)[0][0])
-        choices = term.made_by("" if made_by is None else self.graph.ops[made_by].type)
+        op = self._op_behind(tensor)
+        choices = term.made_by("" if op is None else op.type)
         for choice in choices:
             yield from self._matches(choice, tensor, found)
         if not choices:
@@ -242,15 +237,19 @@ class PatternMatcher:
         if known is None:
             known, passed, current = [(tensor, frozenset[int]())], frozenset[int](), tensor
             while len(known) <= _PASSED:
-                made_by = self.graph.producer.get(current)
-                if made_by is None or not self._is_idle(self.graph.ops[made_by]):
+                op = self.graph.maker(current)
+                source = op.inputs[0] if op is not None and self._is_idle(op) else None
+                if source is None:
                     break
-                source = self.graph.ops[made_by].inputs[0]
-                assert source is not None
-                current, passed = source, passed | {made_by}
+                passed = passed | {self.graph.producer[current]}
+                current = source
                 known.insert(0, (current, passed))
             self._behind[tensor] = known
         return known
+
+    def _op_behind(self, tensor: int) -> Op | None:
+        """Return the op that computes a tensor, behind casts and identities."""
+        return self.graph.maker(self._chain(tensor)[0][0])
 
     def _is_idle(self, op: Op) -> bool:
         """Return whether an op computes nothing: an Identity, or a Cast between floating-point types."""

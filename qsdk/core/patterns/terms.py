@@ -8,8 +8,6 @@ from typing import Any
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import Role
 
-#: ops whose operands may be swapped
-
 
 @dataclass(frozen=True)
 class Captured:

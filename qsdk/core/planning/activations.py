@@ -65,9 +65,6 @@ def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> di
     With one scale per tensor, all that only moves these values is on their grid. With scales per head or channel, that
     are the tensors that a Concat joins and its result: what the new values were before is not quantized, and what
     reads the result holds its values.
-
-    Raises:
-        ConfigError: there is no cache, or its shape is not that of heads.
     """
     rules = [rule for rule in context.config.rules if not rule.optional]
     wanted = [context.config.kv_cache, *(rule.kv_cache for rule in rules)]
@@ -303,7 +300,7 @@ def _tie_dynamic(context: PlanningContext, activations: Mapping[int, Decision]) 
 
 def _passes_through(context: PlanningContext, tensor: int, classes: Classes) -> bool:
     """Return whether every value of a tensor comes from tensors of its own class."""
-    made_by = context.graph.producer.get(tensor)
-    if made_by is None or not keeps_grid(context.graph, context.graph.ops[made_by]):
+    op = context.graph.maker(tensor)
+    if op is None or not keeps_grid(context.graph, op):
         return False
-    return all(classes.find(t) == classes.find(tensor) for t in moved_inputs(context.graph.ops[made_by]))
+    return all(classes.find(t) == classes.find(tensor) for t in moved_inputs(op))

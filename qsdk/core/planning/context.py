@@ -185,7 +185,7 @@ class PlanningContext:
         for index, op in enumerate(self.graph.ops):
             roots = {operand.root for operand in self.operands[index]}  # of a PRelu or a norm also what was reshaped
             for tensor in op.inputs:
-                root = None if tensor is None else self.graph.constant_root(tensor)
+                root = self.graph.constant_root(tensor)
                 if tensor is not None and root is not None:
                     roots |= {root, tensor} if self.graph.tensors[tensor].site else {root}
             for root in sorted(roots):

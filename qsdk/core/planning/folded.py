@@ -8,11 +8,7 @@ _SIZED = frozenset({"Expand", "Reshape", "Tile"})  # their sizes are constants i
 
 
 def fold_constants(graph: Graph) -> Graph:
-    """Return a graph in which sites that depend on stored tensors alone are stored themselves; ids and sites stay.
-
-    Args:
-        graph: of a model.
-    """
+    """Return a graph in which sites that depend on stored tensors alone are stored themselves; ids and sites stay."""
     derived = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
     for op in graph.ops:
         read = _data(op)

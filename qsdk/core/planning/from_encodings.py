@@ -249,7 +249,7 @@ def bias_parts(graph: Graph) -> dict[str, tuple[str, str]]:
             if op.type == "Add":
                 head = graph.producer[next(t for t in op.inputs if t is not None and t != operand.tensor)]
             source, weight = graph.ops[head].inputs[:2]
-            root = None if weight is None else graph.constant_root(weight)
+            root = graph.constant_root(weight)
             if source is None or root is None:
                 continue
             sites = (graph.tensors[source].site, graph.tensors[root].site)

@@ -1,4 +1,4 @@
-"""Matching the tensors of two graphs of one network, and comparing the plans of both.
+"""Matching the tensors of two graphs of one network.
 
 The same network reaches the two doors in two spellings: the trace of a module computes shapes at run time, keeps
 weights behind a Transpose and shows every view that the code makes; a file written by an exporter has all that
@@ -18,15 +18,13 @@ constant); it matches up to there.
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import COMMUTATIVE, SHAPE_OPS, VIEWS
-from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
-from qsdk.core.planning.plan import Decision, Plan
 
 _VIEWS = VIEWS | {"Expand"}
 _SPREADING = frozenset({"Tile"})  # broadcasts a stored tensor when sizes are dynamic, as Expand does
@@ -44,30 +42,6 @@ def match_graphs(left: Graph, right: Graph) -> Mapping[int, int]:
         Time is linear in the number of ops.
     """
     return _Matching(_Reduced(left), _Reduced(right)).run()
-
-
-@dataclass(frozen=True)
-class PlanDifference:
-    """A difference between two plans about one tensor; `right` is "" where the other graph has no such tensor."""
-
-    left: str
-    right: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.left or '(none)'} | {self.right or '(none)'}: {self.what}"
-
-
-def compare_plans(
-    left: Graph, left_plan: Plan, right: Graph, right_plan: Plan, mapping: Mapping[int, int]
-) -> list[PlanDifference]:
-    """Return the differences between two plans about matched tensors; an empty list for the same plan.
-
-    Compared are kind, dtype, granularity (its axis as the op sees it), symmetry, fixed range, state, and which tensors
-    share an encoding. A tensor that only passes on the values of its class needs no quantizer, so it may as well have
-    none (a view inside a function has no site); the same holds for tensors without a counterpart.
-    """
-    return _Comparison(left, left_plan, right, right_plan, mapping).run()
 
 
 class _Reduced:
@@ -113,12 +87,10 @@ class _Reduced:
         """Return the stored tensor behind views and copies of it, or None if the tensor is computed."""
         current = tensor
         while not self.graph.tensors[current].constant:
-            made_by = self.graph.producer.get(current)
-            if made_by is None or not (self.is_view(op := self.graph.ops[made_by]) or op.type in _SPREADING):
+            op = self.graph.maker(current)
+            if op is None or op.inputs[0] is None or not (self.is_view(op) or op.type in _SPREADING):
                 return None
-            source = op.inputs[0]
-            assert source is not None
-            current = source
+            current = op.inputs[0]
         return current
 
     def _find_guard(self, index: int) -> None:
@@ -279,84 +251,3 @@ def _view_keys(side: _Reduced, renamed: Mapping[int, int] | None) -> Iterable[tu
         origin = side.origin[output] if renamed is None else renamed.get(side.origin[output])
         if origin is not None:
             yield output, (origin, paths[output])
-
-
-@dataclass
-class _Comparison:
-    left: Graph
-    left_plan: Plan
-    right: Graph
-    right_plan: Plan
-    mapping: Mapping[int, int]
-
-    def run(self) -> list[PlanDifference]:
-        """Return the differences of the matched tensors, then those of tensors that only one graph has."""
-        mine, theirs = _by_tensor(self.left, self.left_plan), _by_tensor(self.right, self.right_plan)
-        result = []
-        for left_id, decision in mine.items():
-            other = theirs.get(self.mapping[left_id]) if left_id in self.mapping else None
-            if left_id not in self.mapping:
-                result += _unmatched(decision, swapped=False)
-            elif other is not None:
-                result += self._differences(left_id, decision, other)
-        matched = set(self.mapping.values())
-        for right_id, decision in theirs.items():
-            if right_id not in matched:
-                result += _unmatched(decision, swapped=True)
-        return result + self._other_classes(mine, theirs)
-
-    def _differences(self, left_id: int, mine: Decision, theirs: Decision) -> list[PlanDifference]:
-        pairs: list[tuple[str, object, object]] = [("kind", mine.kind, theirs.kind)]
-        handed_on = [d.passes_through or d.site.startswith("(") for d in (mine, theirs)]
-        if not (all(handed_on) or (any(handed_on) and any(d.passes_through for d in (mine, theirs)))):
-            specs = _as_read(self.left, left_id, mine.spec), _as_read(self.right, self.mapping[left_id], theirs.spec)
-            pairs += [("state", mine.state, theirs.state), ("spec", *specs)]
-            if mine.spec is None and theirs.spec is None:
-                pairs.append(("reason", mine.reason, theirs.reason))
-        return [PlanDifference(mine.site, theirs.site, f"{what} {a} | {b}") for what, a, b in pairs if a != b]
-
-    def _other_classes(self, mine: Mapping[int, Decision], theirs: Mapping[int, Decision]) -> list[PlanDifference]:
-        """Return the matched tensors that share an encoding on one side only."""
-        result = []
-        homes: dict[str, str] = {}
-        back: dict[str, str] = {}
-        for left_id, right_id in self.mapping.items():
-            one, other = mine.get(left_id), theirs.get(right_id)
-            if one is None or other is None or not (one.quantized and other.quantized):
-                continue
-            ours, yours = one.encoding_site, other.encoding_site
-            if homes.setdefault(ours, yours) != yours or back.setdefault(yours, ours) != ours:
-                result.append(PlanDifference(one.site, other.site, f"shares the encoding of {ours} | of {yours}"))
-        return result
-
-
-def _unmatched(decision: Decision, *, swapped: bool) -> list[PlanDifference]:
-    """Return the difference for a tensor without a counterpart, if it needs a quantizer."""
-    if not decision.quantized or decision.passes_through:
-        return []
-    sites = ("", decision.site) if swapped else (decision.site, "")
-    return [PlanDifference(*sites, f"{decision.state} ({decision.op_type}) on one side, absent on the other")]
-
-
-def _by_tensor(graph: Graph, plan: Plan) -> dict[int, Decision]:
-    inside = {decision.site: decision for decision in plan.inside}
-    result = {}
-    for index, tensor in enumerate(graph.tensors):
-        decision = plan.decisions.get(tensor.site) if tensor.site is not None else inside.get(f"({tensor.name})")
-        if decision is not None:
-            result[index] = decision
-    return result
-
-
-def _as_read(graph: Graph, tensor: int, spec: Spec | None) -> Spec | None:
-    """Return a spec with its axis as the op that reads the stored tensor sees it."""
-    if spec is None or not isinstance(spec.granularity, PerChannel | PerBlock) or not graph.tensors[tensor].constant:
-        return spec
-    current, axis = tensor, spec.granularity.axis
-    while True:
-        moved = next((graph.ops[r] for r in graph.consumers[current] if graph.ops[r].type == "Transpose"), None)
-        if moved is None:
-            return replace(spec, granularity=replace(spec.granularity, axis=axis))
-        rank = len(graph.tensors[current].shape or ())
-        permutation = list(moved.attributes.get("perm") or reversed(range(rank)))
-        current, axis = moved.outputs[0], permutation.index(axis)

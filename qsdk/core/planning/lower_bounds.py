@@ -151,7 +151,7 @@ def _summed(graph: Graph, op: Op, low: Bounds) -> float:
     first = low(op.inputs[0])
     if first < 0.0:
         return _UNKNOWN  # of many as small as that
-    return max(first, _largest_along(graph, op.inputs[0], _axes(graph, op), low) * (1.0 - _ROUNDED))
+    return max(first, _largest_along(graph, op.inputs[0], graph.reduced_axes(op), low) * (1.0 - _ROUNDED))
 
 
 def _exponential(graph: Graph, op: Op, low: Bounds) -> float:
@@ -170,7 +170,7 @@ class _Pair:
 
 def _pair(graph: Graph, op: Op | None) -> _Pair | None:
     """Return the pair that ends in an op, None if it ends none."""
-    quantize = None if op is None or op.type != "DequantizeLinear" else _maker(graph, op.inputs[0])
+    quantize = None if op is None or op.type != "DequantizeLinear" else graph.maker(op.inputs[0])
     if op is None or op.inputs[0] is None or quantize is None or quantize.type != "QuantizeLinear":
         return None
     (scale, zero), written = ([graph.scalar(t) for t in (*end.inputs[1:3], None)[:2]] for end in (op, quantize))
@@ -192,7 +192,7 @@ def _on_grid(graph: Graph, op: Op, low: Bounds) -> float:
 
 def _largest_along(graph: Graph, tensor: int | None, axes: tuple[int, ...] | None, low: Bounds) -> float:
     """Return a number that the largest element of every row along some axes is not below."""
-    op, least = _maker(graph, tensor), low(tensor)
+    op, least = graph.maker(tensor), low(tensor)
     if op is None or axes is None:
         return least
     if op.type == "Sub" and _is_largest(graph, op.inputs[1], op.inputs[0], axes):
@@ -208,32 +208,15 @@ def _largest_along(graph: Graph, tensor: int | None, axes: tuple[int, ...] | Non
 
 def _is_largest(graph: Graph, tensor: int | None, of: int | None, axes: tuple[int, ...] | None = None) -> bool:
     """Return whether a tensor is the largest of another (along the axes), on the same grid or on none."""
-    op, grid = _maker(graph, tensor), _pair(graph, _maker(graph, of))
+    op, grid = graph.maker(tensor), _pair(graph, graph.maker(of))
     while op is not None and op.type in ("Reshape", "Unsqueeze", "Identity", "DequantizeLinear"):
         pair = _pair(graph, op)
         if op.type == "DequantizeLinear" and (
             pair is None or grid is None or replace(pair, source=grid.source) != grid
         ):
             return False
-        op = _maker(graph, op.inputs[0] if pair is None else pair.source)
-    return op is not None and op.type == "ReduceMax" and op.inputs[0] == of and axes in (None, _axes(graph, op))
-
-
-def _maker(graph: Graph, tensor: int | None) -> Op | None:
-    index = None if tensor is None else graph.producer.get(tensor)
-    return None if index is None else graph.ops[index]
-
-
-def _axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
-    """Return the axes of a reduction, counted from the first; None where they are not known."""
-    source = op.inputs[0]
-    shape = None if source is None else graph.tensors[source].shape
-    given = op.attributes.get("axes")
-    if given is None and len(op.inputs) > 1:
-        given = graph.value(op.inputs[1])
-    if given is None or shape is None:
-        return None
-    return tuple(sorted(int(axis) % len(shape) for axis in np.reshape(given, -1)))
+        op = graph.maker(op.inputs[0] if pair is None else pair.source)
+    return op is not None and op.type == "ReduceMax" and op.inputs[0] == of and axes in (None, graph.reduced_axes(op))
 
 
 def _products(graph: Graph, op: Op, low: Bounds) -> float:

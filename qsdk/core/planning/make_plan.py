@@ -87,9 +87,6 @@ def make_plan(
         config: defaults and rules.
         extra_owners: owners that rules may name although they have no site (a folded BatchNorm).
         coarse: site -> why a calibration has left it float.
-
-    Raises:
-        ConfigError: a rule matches nothing, or nothing that it matches can have its dtypes.
     """
     context = PlanningContext(graph, config, coarse or {})
     _require_matches(context, tuple(extra_owners))

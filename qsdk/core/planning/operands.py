@@ -61,7 +61,7 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
     op = graph.ops[op_id]
     if op.type in _RESHAPES:
         tensor = op.inputs[0]
-        root = None if tensor is None else graph.constant_root(tensor)
+        root = graph.constant_root(tensor)
         known = None if root is None or roles is None else roles.get(root)
         return [] if tensor is None or root is None or known is None else [StoredOperand(tensor, root, known)]
     result = []

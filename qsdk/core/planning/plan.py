@@ -178,11 +178,7 @@ def _float_because(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def explanation(plan: Plan, site: str) -> str:
-    """Return a sentence that says which rule decided a site and why.
-
-    Raises:
-        ConfigError: there is no such site.
-    """
+    """Return a sentence that says which rule decided a site and why."""
     result = plan.decisions.get(site)
     if result is None:
         near = nearest_in_words(owner_of(site), [owner_of(s) for s in plan.decisions], "the nearest owners are")

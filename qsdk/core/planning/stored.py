@@ -39,9 +39,6 @@ def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -
     Args:
         context: graph and config.
         activations: decided before, since a bias depends on its input.
-
-    Raises:
-        ConfigError: blocks that do not divide a layer's input channels, in a config for linear layers alone.
     """
     result: dict[int, Decision] = {}
     several_axes = _read_along_several_axes(context)
@@ -59,11 +56,7 @@ def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -
 
 
 def _require_whole_blocks(decisions: Iterable[Decision]) -> None:
-    """Refuse blocks that do not divide the input channels of a linear layer: servers of language models read no others.
-
-    Raises:
-        ConfigError: names the layers, and the sizes that divide.
-    """
+    """Refuse blocks that do not divide the input channels of a linear layer: servers cannot read them."""
     blocks = [(d, d.spec.granularity) for d in decisions if d.spec and isinstance(d.spec.granularity, PerBlock)]
     lengths = {d.site: (d.shape[by.axis], by.size) for d, by in blocks if d.shape is not None}
     known = {site: (length, size) for site, (length, size) in lengths.items() if isinstance(length, int)}

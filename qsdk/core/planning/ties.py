@@ -197,8 +197,8 @@ def _back(graph: Graph, tensors: Iterable[int | None], step: Callable[[Op], Sequ
         tensor = waiting.pop()
         if tensor not in found:
             found.add(tensor)
-            made_by = graph.producer.get(tensor)
-            waiting += [t for t in (step(graph.ops[made_by]) if made_by is not None else ()) if t is not None]
+            op = graph.maker(tensor)
+            waiting += [t for t in (step(op) if op is not None else ()) if t is not None]
     return found
 
 
@@ -260,7 +260,7 @@ def _is_zero(graph: Graph, tensor: int) -> bool:
     value = graph.value(tensor if root is None else root)
     if value is not None:
         return not np.any(value)
-    op = graph.ops[graph.producer[tensor]] if tensor in graph.producer else None
+    op = graph.maker(tensor)
     if op is not None and op.type == "ConstantOfShape":
         return not np.any(op.attributes.get("value", 0.0))
     return op is not None and op.type in VIEWS | REPEATS and op.inputs[0] is not None and _is_zero(graph, op.inputs[0])

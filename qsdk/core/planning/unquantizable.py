@@ -234,11 +234,11 @@ def guarded_divisors(graph: Graph) -> Mapping[int, str]:
             if low.get(tensor, 0.0) <= 0.0 or tensor in result or graph.constant_root(tensor) is not None:
                 continue
             result[tensor] = reason
-            maker = graph.producer.get(tensor)
-            if maker is None:
+            op = graph.maker(tensor)
+            if op is None:
                 continue
-            read = [t for t in graph.ops[maker].inputs if t is not None and graph.tensors[t].is_float]
-            if _makes_positive(graph, graph.ops[maker], low):
+            read = [t for t in op.inputs if t is not None and graph.tensors[t].is_float]
+            if _makes_positive(graph, op, low):
                 result.update(dict.fromkeys(_summed_up(graph, read), A_PART))
             else:
                 waiting += read
@@ -289,10 +289,9 @@ def _summed_up(graph: Graph, read: Iterable[int]) -> Iterator[int]:
 
 def _squares(graph: Graph, tensor: int | None) -> list[int]:
     """Return the squares that a sum adds up, where nothing else reads them; a grid would lose those of small values."""
-    maker = None if tensor is None else graph.producer.get(tensor)
-    if tensor is None or maker is None or graph.sole_consumer(tensor) is None:
+    op = graph.maker(tensor)
+    if tensor is None or op is None or graph.sole_consumer(tensor) is None:
         return []
-    op = graph.ops[maker]
     return [tensor] if op.type == "Pow" or (op.type == "Mul" and op.inputs[0] == op.inputs[1]) else []
 
 

@@ -5,9 +5,10 @@
 least. All work on groups (a tensor, its channels, its blocks) at once.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -46,13 +47,7 @@ def least_error(values: FloatArray, spec: Spec, gamma: float) -> Range:
 
 
 def least_error_counted(histogram: Histogram, spec: Spec, gamma: float) -> Range:
-    """Return the range of each group with the smallest error, from the count of the values in each bin.
-
-    Args:
-        histogram: of the values; all of a bin count as its centre.
-        spec: of the grid.
-        gamma: weight of the error of clipped values.
-    """
+    """Return the range of each group with the smallest error, from the count of the values in each bin."""
     full, counts = Range(histogram.low, histogram.high), histogram.counts
     levels = spec.dtype.hi - spec.dtype.lo
     if not spec.dtype.is_integer or levels > counts.shape[1]:
@@ -100,11 +95,7 @@ def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
 
 @cache
 def _candidates(*, both: bool) -> tuple[Doubles, Doubles, float]:
-    """Return shares of low and high, [2, C]: coarse ones, offsets around the best of these, and the smallest share.
-
-    Args:
-        both: whether both ends are searched, each by itself.
-    """
+    """Return shares of low and high, [2, C]: coarse ones, offsets around the best of these, and the smallest share."""
     steps = _COARSE_ENDS if both else _COARSE
     shares, near = np.arange(steps, 0, -1) / steps, np.arange(_FINE - 1, -_FINE, -1) / (steps * _FINE)
     coarse, offsets = (_pairs(each, each) if both else np.stack([each, each]) for each in (shares, near))
@@ -270,15 +261,11 @@ class Estimator:
     @property
     def reads_histogram(self) -> bool:
         """Return whether the method needs more than minimum and maximum."""
-        return self.name not in ("min_max", "moving_average")
+        return self.name in _SEARCHES
 
 
 def estimator(method: str, percentile: float = PERCENTILE) -> Estimator:
-    """Return the estimator of that name.
-
-    Raises:
-        ConfigError: there is none, or the percentile is not in 50..100.
-    """
+    """Return the estimator of that name."""
     if method not in METHODS:
         raise ConfigError(f"unknown calibration method {method!r}; choose one of {', '.join(METHODS)}")
     if not 50 < percentile <= 100:
@@ -297,26 +284,13 @@ def moving_average(before: Range | None, new: Range) -> Range:
 
 def range_from_histogram(histogram: Histogram, spec: Spec, chosen: Estimator) -> Range:
     """Return the range of each group, [G], estimated from a histogram."""
-    full = Range(histogram.low, histogram.high)
-    match chosen.name:
-        case "percentile":
-            ends = (percentiles(histogram, share) for share in (100 - chosen.percentile, chosen.percentile))
-            low, high = (np.asarray(end, np.float32) for end in ends)
-            return Range(low, high)
-        case "mse" | "tf_enhanced":
-            return least_error_counted(histogram, spec, _gamma(chosen))
-        case "entropy":
-            return _least_divergent(histogram, spec)
-        case _:
-            return full
+    if not chosen.reads_histogram:
+        return Range(histogram.low, histogram.high)
+    return _SEARCHES[chosen.name].of_histogram(histogram, spec, chosen)
 
 
 def range_of_stored(x: npt.ArrayLike, spec: Spec, chosen: Estimator) -> Range:
-    """Return the range of a stored tensor at the spec's granularity.
-
-    Raises:
-        CalibrationError: x is empty, lacks the axis, or holds NaN or an infinity.
-    """
+    """Return the range of a stored tensor at the spec's granularity."""
     full = range_of(x, spec)
     if not chosen.reads_histogram:
         return full
@@ -331,20 +305,12 @@ def range_of_stored(x: npt.ArrayLike, spec: Spec, chosen: Estimator) -> Range:
 
 
 def _range_of_groups(values: FloatArray, spec: Spec, chosen: Estimator) -> Range:
-    if chosen.name == "percentile":
-        ends = (np.percentile(values, share, axis=1) for share in (100 - chosen.percentile, chosen.percentile))
-        low, high = (np.asarray(end, np.float32) for end in ends)
-        return Range(low, high)
-    if chosen.name in ("mse", "tf_enhanced") and values.shape[1] <= BINS:
-        # few values are searched one by one instead of in bins
-        return least_error(values, spec, _gamma(chosen))
+    search = _SEARCHES[chosen.name]
+    if search.of_values is not None and values.shape[1] <= search.most_values:
+        return search.of_values(values, spec, chosen)
     # a few values in each bin: a distribution with one value in each would be noise
     bins = min(max(values.shape[1] // _VALUES_PER_BIN, _FEWEST_BINS), BINS)
-    return range_from_histogram(histogram_of(values, bins=bins), spec, chosen)
-
-
-def _gamma(chosen: Estimator) -> float:
-    return _GAMMA if chosen.name == "tf_enhanced" else 1.0
+    return search.of_histogram(histogram_of(values, bins=bins), spec, chosen)
 
 
 def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.NDArray[np.int64]]:
@@ -426,3 +392,40 @@ def _divergence(
 def _smoothed(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     total = counts.sum(axis=1, keepdims=True)
     return np.asarray(np.maximum(counts / np.where(total > 0, total, 1), _SMOOTH / counts.shape[1]))
+
+
+# --- what each estimator does -------------------------------------------------------------------------------------
+
+
+def _tails_cut(percentile_of: Callable[[float], npt.NDArray[Any]], chosen: Estimator) -> Range:
+    low, high = (np.asarray(percentile_of(share), np.float32) for share in (100 - chosen.percentile, chosen.percentile))
+    return Range(low, high)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """How an estimator finds ranges from a histogram, and from groups of up to so many values, [G, n], one by one."""
+
+    of_histogram: Callable[[Histogram, Spec, Estimator], Range]
+    of_values: Callable[[FloatArray, Spec, Estimator], Range] | None = None
+    most_values: float = math.inf
+
+
+#: a row for each estimator that needs more than the extremes
+_SEARCHES: Mapping[str, _Search] = MappingProxyType(
+    {
+        "percentile": _Search(
+            lambda histogram, _, chosen: _tails_cut(partial(percentiles, histogram), chosen),
+            lambda values, _, chosen: _tails_cut(partial(np.percentile, values, axis=1), chosen),
+        ),
+        **{
+            name: _Search(
+                lambda histogram, spec, _, gamma=gamma: least_error_counted(histogram, spec, gamma),
+                lambda values, spec, _, gamma=gamma: least_error(values, spec, gamma),
+                BINS,
+            )
+            for name, gamma in (("mse", 1.0), ("tf_enhanced", _GAMMA))
+        },
+        "entropy": _Search(lambda histogram, spec, _: _least_divergent(histogram, spec)),
+    }
+)

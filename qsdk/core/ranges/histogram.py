@@ -79,11 +79,7 @@ class Histogram:
         return np.asarray((edges[:, 1:] + edges[:, :-1]) / 2)
 
     def merge(self, other: "Histogram") -> "Histogram":
-        """Return the histogram of the values of both.
-
-        Raises:
-            CalibrationError: their groups or numbers of bins differ.
-        """
+        """Return the histogram of the values of both."""
         if self.counts.shape != other.counts.shape:
             raise CalibrationError(f"histograms of shapes {self.counts.shape} and {other.counts.shape} do not merge")
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
@@ -92,13 +88,7 @@ class Histogram:
         return Histogram(exponent, first, counts, low, high)
 
     def add_samples(self, samples: Sequence[FloatArray], steps: Sequence[int], ends: Range) -> "Histogram":
-        """Return the merged histogram of these values and of `histogram_of_samples`; the counts are added in place.
-
-        Args:
-            samples: one for each group.
-            steps: of the samples.
-            ends: the extremes of each tensor.
-        """
+        """Return the merged histogram of these values and of `histogram_of_samples`; the counts are added in place."""
         bins = self.counts.shape[1]
         low, high = np.asarray(ends.low, np.float32), np.asarray(ends.high, np.float32)
         new = Histogram(*_fit(low, high, bins), self.counts, low, high)
@@ -130,9 +120,6 @@ def histogram_of(values: FloatArray, *, bins: int = BINS) -> Histogram:
     Args:
         values: float32 [G, n].
         bins: their number.
-
-    Raises:
-        CalibrationError: there are no values.
     """
     if values.size == 0:
         raise CalibrationError("there is no histogram of an empty tensor; give data with at least one element")

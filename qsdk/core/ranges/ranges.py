@@ -43,11 +43,7 @@ class Range:
 
 
 def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
-    """Return the minimum and maximum of x at the spec's granularity.
-
-    Raises:
-        CalibrationError: x is empty, lacks the axis, or holds NaN or an infinity.
-    """
+    """Return the minimum and maximum of x at the spec's granularity."""
     with np.errstate(over="ignore"):  # a float64 too large for float32 is reported below
         values = np.asarray(x, np.float32)
     if values.size == 0:
@@ -82,9 +78,6 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
     Symmetric on an unsigned dtype means zero point 0 where nothing is negative, else the grid's middle.
     Minifloats use the largest finite value; `scale_bits` rounds scales up (powers of two:
     Jain et al. 2020, TQT, section 3).
-
-    Raises:
-        CalibrationError: the range is not finite, or its minimum is above its maximum.
     """
     low = np.minimum(np.asarray(observed.low, np.float32), np.float32(0))
     high = np.maximum(np.asarray(observed.high, np.float32), np.float32(0))

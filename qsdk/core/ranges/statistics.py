@@ -36,11 +36,7 @@ class ChannelStatistics:
     squares: DoubleArray
 
     def variance(self, owner: str) -> DoubleArray:
-        """Return the unbiased variance, as in PyTorch's BatchNorm.
-
-        Raises:
-            DataError: there are fewer than two values, or some are not finite; names the owner.
-        """
+        """Return the unbiased variance, as in PyTorch's BatchNorm."""
         if self.count < 2:
             raise DataError(f"{owner} saw {self.count} values per channel, which have no variance; give more data")
         if not (np.isfinite(self.mean).all() and np.isfinite(self.squares).all()):
@@ -68,13 +64,7 @@ def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
 
 
 def deviation(now: ChannelStatistics, mean: DoubleArray, variance: DoubleArray) -> float:
-    """Return how far a BatchNorm's output is from mean 0 and deviation 1: root mean square over the channels.
-
-    Args:
-        now: of its input.
-        mean: that it subtracts.
-        variance: that it divides by, with its epsilon.
-    """
+    """Return how far a BatchNorm's output is from mean 0 and deviation 1: root mean square over the channels."""
     spread = np.sqrt(variance)
     off = np.square((now.mean - mean) / spread) + np.square(np.sqrt(now.squares / now.count) / spread - 1)
     return float(np.sqrt(off.mean()))
@@ -328,15 +318,7 @@ class _Failure:
 
 
 def merge_over_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistics:
-    """Observe the data of this rank, and return the statistics of all ranks together.
-
-    Args:
-        observe: over the data of this rank.
-        gather: returns the values of all ranks.
-
-    Raises:
-        DataError: observing failed on another rank. An error of this rank is raised after the others know of it.
-    """
+    """Observe the data of this rank, and return the statistics of all ranks together."""
     try:
         own = observe()
     except Exception as error:
@@ -350,11 +332,7 @@ def merge_over_ranks(observe: Callable[[], Statistics], gather: Gather) -> Stati
 
 
 def require_finite(site: str, number: int, *values: npt.ArrayLike) -> None:
-    """Raise an error for values that are not finite.
-
-    Raises:
-        DataError: NaN or an infinity; names the site and the batch.
-    """
+    """Raise an error for values that are not finite."""
     if not all(_is_finite(value) for value in values):
         raise DataError(
             f"NaN or inf at the site {site} in batch {number}; clean the data, or skip the owner if its float values "
@@ -412,9 +390,6 @@ def activation_encodings(
         frozen: sites whose encoding stays.
         known: sites that have an encoding, and keep it if no batch reached them.
         only_traced: sites that the example did not reach, and that get no encoding if no batch does.
-
-    Raises:
-        CalibrationError: a site that no batch reached and that has no encoding.
     """
     decisions = list(wanted)
     members: dict[str, list[str]] = {}

@@ -57,12 +57,7 @@ class CalibrationResult:
 
 
 def too_coarse(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
-    """Return, by site, why it has to stay float, given what reads it and its observed range.
-
-    Args:
-        graph: that was planned.
-        observed: by the calibration.
-    """
+    """Return, by site, why it has to stay float, given what reads it and its observed range."""
     return {**_divisors_of_zero(graph, observed), **_wide_angles(graph, observed)}
 
 
@@ -156,8 +151,7 @@ def _divisors_of_zero(graph: Graph, observed: CalibrationResult) -> dict[str, st
             nearest = np.maximum(np.maximum(seen_there.low, -seen_there.high), 0.0)
             if (nearest < encoding.scale.reshape(-1)).any():
                 result[site] = f"a divisor, or what a logarithm reads: 0 lies within a step of {_step(encoding)} of it"
-        maker = graph.producer.get(tensor)
-        op = None if maker is None else graph.ops[maker]
+        op = graph.maker(tensor)
         if op is not None and (op.type in _ZERO_OF_ZERO or keeps_grid(graph, op)):
             waiting += [t for t in op.inputs if t is not None] if op.type == "Mul" else moved_inputs(op)
     return result

@@ -1,4 +1,4 @@
-"""Remarks on what int32 does to the biases of a sim, derived from its state, so that they hold after every verb."""
+"""What int32 biases need: the original values of those that solvers shift, and remarks on those that int32 changes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -152,11 +152,7 @@ def biases_to_json(sim: HasBiases) -> dict[str, list[float]]:
 
 
 def read_biases(given: Any, sim: HasBiases, where: str) -> OriginalBiases:
-    """Return the biases that `biases_to_json` wrote into the file `where`, for a sim that has the shifted ones.
-
-    Raises:
-        FileFormatError: it is damaged.
-    """
+    """Return the biases that `biases_to_json` wrote into the file `where`, for a sim that has the shifted ones."""
     try:
         originals = {str(site): np.array(values, np.float32) for site, values in dict(given).items()}
     except (TypeError, ValueError) as error:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Decision, by_type
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
@@ -74,11 +73,6 @@ def calibrate_sites(
         percentile: of the method of that name.
         gather: returns what every rank passes to it; the statistics of all ranks count.
         only_traced: sites that the example did not reach, and that get no encoding if no batch does.
-
-    Raises:
-        ConfigError: an unknown method, or a percentile outside 50..100.
-        DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
-        CalibrationError: a site that no batch reached.
     """
     chosen = estimator(method, percentile)
     for_weights = estimator(weight_method or "min_max", percentile)
@@ -100,49 +94,44 @@ def calibrate_sites(
 def weight_encodings(
     decisions: Decisions, stored: Stored, chosen: Estimator, frozen: Collection[str]
 ) -> dict[str, Encoding]:
-    """Return the encodings of stored tensors; a bias has none here: its follows from its input and weight.
-
-    Raises:
-        DataError: NaN or inf in a stored tensor; names the site.
-    """
-    found = {}
-    for site in stored:
-        decision = decisions[site]
-        if decision.spec is None or decision.kind == "bias" or not owns_encoding(decision) or site in frozen:
-            continue
-        found[site] = _weight_encoding(site, stored, decision.spec, chosen)
-    return found
+    """Return the encodings of stored tensors; a bias has none here: its follows from its input and weight."""
+    own = [site for site in stored if decisions[site].kind != "bias" and owns_encoding(decisions[site])]
+    # each value is dropped before the next one is read
+    return {site: encoding_of_stored(decisions[site], stored[site], chosen) for site in own if site not in frozen}
 
 
-def _weight_encoding(site: str, stored: Stored, spec: Spec, chosen: Estimator) -> Encoding:
-    """Return the encoding of one stored tensor, whose value is dropped before the next one is read."""
-    values = stored[site]
+def encoding_of_stored(decision: Decision, values: npt.NDArray[Any], chosen: Estimator) -> Encoding:
+    """Return the encoding of one stored tensor."""
+    assert decision.spec is not None
     try:
-        found = range_of_stored(values, spec, chosen)
+        return encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
     except CalibrationError as error:
         if not np.isfinite(values).all():
-            raise DataError(f"NaN or inf in the stored tensor at {site}; load weights that are finite") from error
+            raise DataError(
+                f"NaN or inf in the stored tensor at {decision.site}; load weights that are finite"
+            ) from error
         raise
-    return encoding_from_range(found, spec)
 
 
 def make_room_for_biases(
     decisions: Decisions, own: Mapping[str, Encoding], stored: Stored, found: dict[str, Encoding]
 ) -> None:
-    """Widen the weight scales among the new encodings under which a bias would not fit int32.
+    """Widen the weight scales under which a bias would not fit int32, where its input or weight has a new encoding.
 
     Args:
         decisions: of the plan.
-        own: the present encodings.
+        own: the present encodings; frozen ones stay.
         stored: site -> float value of every stored tensor.
         found: the new encodings; those of weights are replaced.
     """
-    for site in stored:
-        source, weight = decisions[site].bias_of or ("", "")
-        known = found.get(source) or own.get(source)
-        if weight in found and known is not None:  # else the bias has no scale yet
-            spec = decisions[weight].spec
-            found[weight] = with_room_for(stored[site], known, found[weight], None if spec is None else spec.scale_bits)
+    for site, decision in decisions.items():
+        if decision.bias_of is None or site not in stored or found.keys().isdisjoint(decision.bias_of):
+            continue
+        source, weight = (found.get(part) or own.get(part) for part in decision.bias_of)
+        if source is not None and weight is not None and not weight.frozen:  # else the bias has no scale yet
+            home = decision.bias_of[1]
+            spec = decisions[home].spec
+            found[home] = with_room_for(stored[site], source, weight, None if spec is None else spec.scale_bits)
 
 
 def _row(site: str, encoding: Encoding) -> dict[str, Any]:

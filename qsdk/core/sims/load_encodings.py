@@ -91,10 +91,6 @@ def with_loaded(
 
     Returns:
         The new state; rows `site`, `state` (loaded, missing, unexpected or different) and `detail`.
-
-    Raises:
-        FileFormatError: with `strict`, lists every missing, unexpected and different name.
-        ConfigError: `freeze` matches nothing.
     """
     chosen = _frozen_sites(state.plan, freeze)
     own, results = dict(state.own), []

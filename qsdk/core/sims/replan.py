@@ -2,25 +2,23 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Rule, with_rule
-from qsdk.core.errors import CalibrationError, ConfigError, DataError
+from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, weight_type_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor
 from qsdk.core.planning.make_plan import make_plan, stays, without_effect
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.ranges.estimators import estimator, range_of_stored
+from qsdk.core.ranges.estimators import estimator
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.report import Report
+from qsdk.core.sims.calibration import encoding_of_stored, make_room_for_biases
 from qsdk.core.sims.state import Methods, SimState, StoredReader, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
 
@@ -51,10 +49,6 @@ def replanned(
         methods: of the last calibration.
         extra_owners: owners that rules may name although they have no site.
         coarse: site -> why a calibration leaves it float; None for the sites that earlier calibrations left float.
-
-    Raises:
-        ConfigError: a rule matches no owner, or the sim has no config to change.
-        DataError: NaN or inf in a stored tensor.
     """
     require_config(state.config)
     coarse = left_float(state.plan) if coarse is None else coarse
@@ -63,11 +57,7 @@ def replanned(
 
 
 def require_config(config: QuantConfig | None) -> QuantConfig:
-    """Return the config of a sim that has one.
-
-    Raises:
-        ConfigError: it was opened from a Q/DQ file, whose plan is that of the file.
-    """
+    """Return the config of a sim that has one."""
     if config is None:
         raise ConfigError("a sim opened from a Q/DQ file has no config to change; quantize the float model instead")
     return config
@@ -92,9 +82,11 @@ def _carried_over(state: SimState, plan: Plan, stored: StoredReader, methods: Me
         else:
             derived = _derive_encoding(state, decision, members[site])
             result |= {} if derived is None else {site: derived}
+    chosen = estimator(methods.weight_method or "min_max", methods.percentile)
     values = stored([site for site in from_values if _was_ready(state, site)])
-    result |= {site: _encode_values(plan.decisions[site], value, methods) for site, value in values.items()}
-    _make_room_for_biases(state, plan, result, stored)
+    result |= {site: encoding_of_stored(plan.decisions[site], value, chosen) for site, value in values.items()}
+    biases = stored([site for site, decision in plan.decisions.items() if decision.bias_of])
+    make_room_for_biases(plan.decisions, {}, biases, result)
     return {site: result[site] for site in plan.decisions if site in result}
 
 
@@ -139,26 +131,6 @@ def _covered_range(encoding: Encoding) -> Range:
     return Range(low.clip(-largest, largest), high.clip(-largest, largest))
 
 
-def _encode_values(decision: Decision, values: npt.NDArray[Any], methods: Methods) -> Encoding:
-    assert decision.spec is not None
-    chosen = estimator(methods.weight_method or "min_max", methods.percentile)
-    try:
-        return encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
-    except CalibrationError as error:
-        raise DataError(f"the stored tensor at {decision.site}: {error}; load a checkpoint that is finite") from error
-
-
-def _make_room_for_biases(state: SimState, plan: Plan, found: dict[str, Encoding], stored: StoredReader) -> None:
-    """Widen the new weight scales under which a bias would not fit int32."""
-    factors = {d.site: d.bias_of for d in plan.decisions.values() if d.bias_of and all(s in found for s in d.bias_of)}
-    touched = [site for site, parts in factors.items() if any(found[part] is not state.own.get(part) for part in parts)]
-    for site, bias in stored(touched).items():
-        source, weight = factors[site]
-        if not found[weight].frozen:
-            spec = plan.decisions[weight].spec
-            found[weight] = with_room_for(bias, found[source], found[weight], None if spec is None else spec.scale_bits)
-
-
 # --- set_precision ------------------------------------------------------------------------------------------------
 
 
@@ -180,9 +152,6 @@ def precision_config(
             or fewer to weights; an unsigned one to activations; float8 and float4 to both. At a site: to that site.
         keywords: `weight`, `activation` and `bias`, where no dtype is given.
         folded: the owners of folded BatchNorms.
-
-    Raises:
-        ConfigError: no dtype, an ambiguous one, or a match that names a folded BatchNorm.
     """
     call = f"set_precision({match!r})"
     given: dict[str, WeightType] = {}
@@ -234,11 +203,7 @@ def _require_unfolded(call: str, plan: Plan, match: str, folded: Collection[str]
 
 
 def precision_report(before: SimState, after: SimState, match: str, chosen: ChosenDtypes) -> Report:
-    """Return the sites whose dtype, granularity or encoding changed.
-
-    Raises:
-        ConfigError: no matching site has the dtype that was asked for, and why.
-    """
+    """Return the sites whose dtype, granularity or encoding changed."""
     _require_effect(before.plan, after.plan, match, chosen, require_config(after.config).rules[-1])
     rows = []
     for site, new in after.plan.decisions.items():

@@ -36,11 +36,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def read_plan(data: Mapping[str, Any]) -> Plan:
-    """Return the plan that `plan_to_json` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: the data is something else.
-    """
+    """Return the plan that `plan_to_json` wrote."""
     decisions = [_read_decision(entry) for entry in data["decisions"]]
     return Plan({decision.site: decision for decision in decisions}, tuple(map(_read_decision, data["inside"])))
 
@@ -121,11 +117,7 @@ class SimFile:
     path: Path
 
     def unpack(self, name: str, target: Path) -> None:
-        """Write the content of a part to a file, without reading it into memory.
-
-        Raises:
-            FileFormatError: the part is missing or damaged.
-        """
+        """Write the content of a part to a file, without reading it into memory."""
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(name) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, 2**20)
@@ -138,12 +130,7 @@ class SimFile:
 def write_sim(
     path: str | os.PathLike[str], door: str, state: SimState, facts: Mapping[str, Any], parts: Mapping[str, Part]
 ) -> None:
-    """Write the state of a sim and the parts that its side adds, all or nothing.
-
-    Raises:
-        ConfigError: the config holds patterns, which are Python.
-        ExportError: the folder cannot be written; the target is left as it was.
-    """
+    """Write the state of a sim and the parts that its side adds, all or nothing."""
     config = None if state.config is None else state.config.to_dict()
     manifest = {"format": FORMAT, "version": VERSION, "door": door, "config": config, "facts": dict(facts)}
     texts = {
@@ -164,11 +151,7 @@ def write_sim(
 
 
 def read_sim(path: str | os.PathLike[str]) -> SimFile:
-    """Return the sim that `write_sim` wrote.
-
-    Raises:
-        FileFormatError: the file is missing, truncated, foreign or of a later version.
-    """
+    """Return the sim that `write_sim` wrote."""
     where = os.fspath(path)
     size = require_readable(path, "check the path, or write one with qsdk.save(sim, path)").stat().st_size
     try:

@@ -55,11 +55,7 @@ def methods_to_json(methods: Methods) -> dict[str, Any]:
 
 
 def read_methods(given: Any, where: str) -> Methods:
-    """Return the methods that `methods_to_json` wrote; the file `where` may be older than this entry.
-
-    Raises:
-        FileFormatError: they are damaged.
-    """
+    """Return the methods that `methods_to_json` wrote; the file `where` may be older than this entry."""
     try:
         result = Methods(**({} if given is None else given))
         for name in (result.method, result.weight_method or result.method):
@@ -86,11 +82,7 @@ class HoldsValues(Protocol):
 
 @contextmanager
 def require_frozen_values(sim: HoldsValues) -> Iterator[None]:
-    """Raise an error after a block that has changed a frozen value.
-
-    Raises:
-        ConfigError: names the first of them.
-    """
+    """Raise an error after a block that has changed a frozen value."""
     before = {site: value.copy() for site, value in sim.stored_floats(sim.frozen_values).items()}
     yield
     after = sim.stored_floats(before.keys()) if before else {}
@@ -103,11 +95,7 @@ def require_frozen_values(sim: HoldsValues) -> Iterator[None]:
 
 
 def read_frozen_values(given: Any, plan: Plan, where: str) -> frozenset[str]:
-    """Return the sites of frozen values from a file, which may have been written before they existed.
-
-    Raises:
-        FileFormatError: they are no sites of this plan.
-    """
+    """Return the sites of frozen values from a file, which may have been written before they existed."""
     sites = given if isinstance(given, list) else [given]
     unknown = [site for site in sites if not isinstance(site, str) or site not in plan.decisions]
     if unknown:
@@ -203,10 +191,6 @@ def with_frozen(state: SimState, match: str, frozen: bool) -> tuple[SimState, in
         match: a pattern of owners (`layer1.*`) or of sites (`*conv?:weight`), a site, `weights` or `activations`. Sites
             that share an encoding freeze it for all.
         frozen: the new value of the flag.
-
-    Raises:
-        ConfigError: nothing matches, or only sites without an encoding of their own.
-        CalibrationError: a site that matches has no encoding yet.
     """
     sites = matched_owners(state.plan, match, "freeze" if frozen else "unfreeze")
     missing = [site for site in sites if site not in state.own]
@@ -219,11 +203,7 @@ def with_frozen(state: SimState, match: str, frozen: bool) -> tuple[SimState, in
 
 
 def matched_owners(plan: Plan, match: str, verb: str) -> list[str]:
-    """Return the sites that own the encodings of all sites that match, each once, in graph order.
-
-    Raises:
-        ConfigError: nothing matches, or only float sites and derived biases.
-    """
+    """Return the sites that own the encodings of all sites that match, each once, in graph order."""
     result = matched_sites(plan, match)
     sites = dict.fromkeys(d.encoding_site for d in result if d.quantized and d.bias_of is None)
     if sites:

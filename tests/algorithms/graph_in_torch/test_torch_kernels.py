@@ -37,20 +37,18 @@ def scalar(value, dtype=np.float32):
 X = f(2, 3, 4)
 PICTURE = f(2, 4, 7, 6)
 WITH_ZEROS = np.array([[-1.5, 0, 0.5], [2.5, -0.5, -np.inf], [np.nan, np.inf, 1]], np.float32)
-ONE_INPUT = "Abs Atan Asinh Ceil Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity LeakyRelu Mish Neg"
-ONE_INPUT += " Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softplus Softsign Tan Tanh Celu ThresholdedRelu Shrink"
+ONE_INPUT = "Abs Atan Ceil Cos Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity LeakyRelu Mish Neg"
+ONE_INPUT += " Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Tanh"
 TWO_INPUTS = "Add Sub Mul Div Equal Greater GreaterOrEqual Less LessOrEqual"
-REDUCTIONS = "L1 L2 LogSum LogSumExp Max Mean Min Prod Sum SumSquare"
+RESIZE_REFUSED = ["antialias", "cubic_coeff_a", "exclude_outside", "extrapolation_value", "keep_aspect_ratio_policy"]
+REDUCTIONS = "L1 L2 LogSumExp Max Mean Min Prod Sum SumSquare"
 
 CASES = [
     *((op, [X], {}) for op in ONE_INPUT.split()),
-    *((op, [f(3, 4, low=-0.9, high=0.9)], {}) for op in ("Acos", "Asin", "Atanh")),
-    *((op, [f(3, 4, low=1.1, high=3)], {}) for op in ("Acosh", "Log", "Sqrt")),
+    *((op, [f(3, 4, low=1.1, high=3)], {}) for op in ("Log", "Sqrt")),
     *((op, [X, f(3, 1)], {}) for op in TWO_INPUTS.split()),
     *((op, [small(7, -7, 5), small(2, 2, -3)], {}) for op in ("Add", "Sub", "Mul", "Div", "Mod", "Less", "Max", "Min")),
-    *((op, [bits(3, 4), bits(4)], {}) for op in ("And", "Or", "Xor", "Equal")),
-    *((op, [small(12, -7), small(10, 3)], {}) for op in ("BitwiseAnd", "BitwiseOr", "BitwiseXor")),
-    ("BitwiseNot", [small(12, -7)], {}),
+    *((op, [bits(3, 4), bits(4)], {}) for op in ("And", "Or", "Equal")),
     ("Not", [bits(3, 4)], {}),
     ("Mod", [X, f(4)], {"fmod": 1}),
     ("Pow", [f(3, 4, low=0.1), f(4)], {}),
@@ -71,13 +69,10 @@ CASES = [
     ("IsInf", [WITH_ZEROS], {}),
     ("IsInf", [WITH_ZEROS], {"detect_negative": 0}),
     ("Elu", [X], {"alpha": 0.3}),
-    ("Celu", [X], {"alpha": 0.3}),
     ("Selu", [X], {"alpha": 1.3, "gamma": 0.7}),
     ("Gelu", [X], {"approximate": "tanh"}),
     ("HardSigmoid", [X], {"alpha": 0.3, "beta": 0.4}),
     ("LeakyRelu", [X], {"alpha": 0.3}),
-    ("ThresholdedRelu", [X], {"alpha": 0.3}),
-    ("Shrink", [X], {"bias": 0.2, "lambd": 0.4}),
     ("PRelu", [X, f(3, 1)], {}),
     ("Round", [np.arange(-2.5, 3, 0.5, np.float32)], {}),
     ("Dropout", [X], {}),
@@ -97,8 +92,8 @@ CASES = [
     ("TopK", [small(1, 2, 2, 1, 2), i(4)], {}, 2),
     ("CumSum", [X, i(1)[0]], {}),
     ("CumSum", [X, i(-1)[0]], {"exclusive": 1, "reverse": 1}),
-    *((op, [X], {}) for op in ("Softmax", "LogSoftmax", "Hardmax")),
-    *((op, [X], {"axis": 1}) for op in ("Softmax", "LogSoftmax", "Hardmax")),
+    *((op, [X], {}) for op in ("Softmax", "LogSoftmax")),
+    *((op, [X], {"axis": 1}) for op in ("Softmax", "LogSoftmax")),
     ("BatchNormalization", [PICTURE, f(4), f(4), f(4), f(4, low=0.5)], {"epsilon": 1e-3}),
     ("LayerNormalization", [X, f(4), f(4)], {}),
     ("LayerNormalization", [X, f(3, 4)], {"axis": 1, "epsilon": 0.1}),
@@ -109,9 +104,6 @@ CASES = [
     ("GroupNormalization", [PICTURE, f(4), f(4)], {"num_groups": 2}),
     ("LpNormalization", [X], {}),
     ("LpNormalization", [X], {"axis": 1, "p": 1}),
-    ("MeanVarianceNormalization", [PICTURE], {}),
-    ("LRN", [PICTURE], {"size": 3}),
-    ("LRN", [PICTURE], {"size": 5, "alpha": 0.5, "beta": 0.6, "bias": 2.0}),
     *(
         ("Attention", [f(2, 4, 3, 8), f(2, 2, 5, 8), f(2, 2, 5, 6), *given], attributes, 3, opset)
         for opset in (23, 24)
@@ -164,8 +156,6 @@ CASES = [
     ("ConstantOfShape", [i(2, 3)], {}),
     ("Trilu", [f(4, 4)], {}),
     ("Trilu", [X, i(-1)[0]], {"upper": 0}),
-    ("EyeLike", [f(3, 4)], {"k": 1}),
-    ("EyeLike", [f(3, 4)], {"k": -1, "dtype": 7}),
     ("Gather", [X, i(1, -1, 0).reshape(1, 3)], {"axis": 1}),
     ("Gather", [X, i(1)[0]], {}),
     ("Gather", [f(3), i(1)[0]], {}),
@@ -184,8 +174,6 @@ CASES = [
     ("OneHot", [i(1, -1, 7), scalar(4, np.int32), f(2)], {}),
     ("OneHot", [i(1, 2).reshape(2, 1), i(3)[0], i(5, 6)], {"axis": 0}),
     ("NonZero", [bits(3, 4)], {}),
-    ("Compress", [X, bits(3)], {"axis": 1}),
-    ("Compress", [X, bits(24)], {}),
     ("MatMul", [f(2, 1, 3, 4), f(3, 4, 5)], {}),
     ("MatMul", [f(4), f(3, 4, 5)], {}),
     ("MatMul", [f(3, 4), f(4)], {}),
@@ -193,11 +181,6 @@ CASES = [
     ("Gemm", [f(3, 2), f(4, 3), f(4)], {"transA": 1, "transB": 1, "alpha": 0.5, "beta": 0.3}),
     ("Einsum", [f(2, 3, 4), f(2, 4, 5)], {"equation": "b i j, b j k -> b i k"}),
     ("Einsum", [f(2, 3, 3)], {"equation": "...ii->...i"}),
-    ("Det", [f(2, 3, 3)], {}),
-    ("DFT", [f(2, 5, 1)], {"onesided": 1}),
-    ("DFT", [f(2, 5, 2)], {}),
-    ("DFT", [f(2, 5, 2), i(8)[0], i(1)[0]], {"inverse": 1}),
-    ("DFT", [f(2, 5, 3, 1), None, i(-3)[0]], {}),
     ("Conv", [f(1, 2, 9), f(3, 2, 3), f(3)], {"pads": [2, 0], "strides": [2]}),
     ("Conv", [PICTURE, f(6, 2, 3, 2)], {"group": 2, "dilations": [2, 1], "pads": [0, 1, 2, 0]}),
     ("Conv", [f(1, 2, 4, 5, 6), f(3, 2, 2, 2, 2), f(3)], {}),
@@ -237,54 +220,16 @@ CASES = [
     ("GlobalAveragePool", [PICTURE], {}),
     ("GlobalMaxPool", [PICTURE], {}),
     *(
-        ("GridSample", [PICTURE, f(2, 3, 5, 2, low=-1.3, high=1.3)], more)
-        for more in (
-            {},
-            {"mode": "nearest", "align_corners": 1},
-            {"mode": "cubic", "padding_mode": "border"},
-            {"padding_mode": "reflection"},
-        )
-    ),
-    *(
         ("Resize", [PICTURE, None, None, i(2, 4, 11, 4)], {"coordinate_transformation_mode": by, "mode": mode})
         for by in ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")
-        for mode in ("nearest", "linear", "cubic")
+        for mode in ("nearest", "linear")
     ),
-    *(
-        ("Resize", [PICTURE, None, np.array([1, 1, 1.7, 0.6], np.float32)], {"mode": mode, **more})
-        for mode, more in (
-            ("linear", {}),
-            ("linear", {"antialias": 1}),
-            ("cubic", {"antialias": 1, "cubic_coeff_a": -0.5}),
-            ("cubic", {"exclude_outside": 1}),
-        )
-    ),
+    ("Resize", [PICTURE, None, np.array([1, 1, 1.7, 0.6], np.float32)], {"mode": "linear"}),
     *(
         ("Resize", [f(1, 1, 4, 5), None, None, i(1, 1, 6, 3)], {"nearest_mode": by, "mode": "nearest"})
         for by in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
     ),
-    *(
-        ("Resize", [PICTURE, None, None, i(9, 9)], {"axes": [2, 3], "keep_aspect_ratio_policy": policy})
-        for policy in ("not_larger", "not_smaller")
-    ),
-    *(
-        (op, [f(5, 2, 3), f(d, gates * 4, 3), f(d, gates * 4, 4), f(d, gates * 8)], {"hidden_size": 4, **more}, outputs)
-        for op, gates, outputs in (("LSTM", 4, 3), ("GRU", 3, 2), ("RNN", 1, 2))
-        for d, more in ((1, {}), (1, {"direction": "reverse"}), (2, {"direction": "bidirectional"}))
-    ),
-    (
-        "LSTM",
-        [f(5, 2, 3), f(1, 16, 3), f(1, 16, 4), None, small(5, 5), f(1, 2, 4), f(1, 2, 4), f(1, 12)],
-        {"hidden_size": 4, "activations": ["Sigmoid", "Relu", "Tanh"]},
-        ["", "last", "memory"],
-    ),
-    (
-        "GRU",
-        [f(5, 2, 3), f(1, 12, 3), f(1, 12, 4), f(1, 24), None, f(1, 2, 4)],
-        {"hidden_size": 4, "linear_before_reset": 1},
-        ["", "last"],
-    ),
-    ("RNN", [f(5, 2, 3), f(1, 4, 3), f(1, 4, 4)], {"hidden_size": 4, "activations": ["Relu"]}, 1),
+    ("Resize", [PICTURE, None, None, i(9, 9)], {"axes": [2, 3]}),
 ]
 
 
@@ -314,12 +259,12 @@ def test_kernels_take_every_attribute_of_their_op_with_its_default_but_a_few(ops
             parameter = parameters_of(kernel).get(name)
             if parameter is None:
                 untaken.add((op, name))
-            elif attribute.default_value.name and op != "RNN":
+            elif attribute.default_value.name:
                 assert parameter.default == pytest.approx(default_of(attribute)), (op, name)
-    layers = {(op, name) for op in ("GRU", "LSTM", "RNN") for name in ("activation_alpha", "activation_beta", "clip")}
+    refused = {("Resize", name) for name in RESIZE_REFUSED}
     windows = {("Attention", f"{side}_window_size") for side in ("left", "right") if opset > 24}
     # the kernel of Gemm takes any attribute
-    assert untaken == layers | windows | {("Gemm", name) for name in ("alpha", "beta", "transA", "transB")}
+    assert untaken == refused | windows | {("Gemm", name) for name in ("alpha", "beta", "transA", "transB")}
 
 
 def parameters_of(kernel):

@@ -1,10 +1,10 @@
-"""The rough search of scales finds what trying all candidates finds, though rows leave it early."""
+"""The search of scales: rows leave the rough one only where they cannot gain, and the exact one goes both ways."""
 
 import pytest
 import torch
 
 from qsdk.algorithms.solvers import range_search
-from qsdk.algorithms.solvers.range_search import _RoughSearch, on_grid
+from qsdk.algorithms.solvers.range_search import Block, Quadratic, _rough, _RoughSearch, best_of, on_grid
 
 GRID = (-8.0, 7.0)
 
@@ -38,3 +38,25 @@ def test_rows_leave_the_search_only_where_they_cannot_gain(
     assert torch.allclose(losses[best, torch.arange(200)], tried.amin(0), rtol=1e-5)
     assert len(best.unique()) > 5
     assert bool(((20 - best) % step == 0).all())
+
+
+def test_the_exact_search_of_a_wide_block_ends_where_neither_neighbour_is_better() -> None:
+    generator = torch.Generator().manual_seed(1)
+    outputs, columns = 96, 192  # wide: each output by itself, from the best of the rough search
+    weight = torch.randn(1, outputs, columns, generator=generator) ** 3
+    mixed = torch.randn(columns, 24, generator=generator)
+    h = (mixed @ mixed.T + 0.1 * torch.eye(columns))[None]
+    loss = Quadratic(h, 0.3 * torch.randn(1, outputs, columns, generator=generator))
+    block = Block(weight, torch.arange(outputs)[None], GRID)
+    shares = torch.cat([torch.tensor([0.4]), torch.arange(1, 21) / 20])
+    scales = shares[:, None] * weight[0].abs().amax(1) / 8
+    zero_points = torch.zeros_like(scales)
+    chosen = best_of(block, loss, scales, zero_points).index
+    every = torch.stack([loss(block.deviation(*pair))[0] for pair in zip(scales, zero_points, strict=True)])
+    units = torch.arange(outputs)
+    for step in (1, -1):
+        neighbours = every[(chosen + step).clamp(0, 20), units]
+        assert bool((every[chosen, units] <= neighbours * (1 + 1e-4)).all())
+    start = _rough(block, loss, scales, zero_points, 2)
+    assert bool((chosen < start).any())
+    assert bool((chosen > start).any())

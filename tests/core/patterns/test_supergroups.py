@@ -16,20 +16,9 @@ from strategies import GraphBuilder
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.graph.op_facts import COMMUTATIVE
-from qsdk.core.patterns.find import (
-    PATTERNS,
-    MatchResult,
-    NearMiss,
-    Pattern,
-    Supergroup,
-    any_of,
-    find_supergroups,
-    match_supergroups,
-    number,
-    op,
-    product,
-    stored,
-)
+from qsdk.core.patterns.find import PATTERNS, match_supergroups
+from qsdk.core.patterns.supergroup import MatchResult, NearMiss, Supergroup
+from qsdk.core.patterns.terms import Pattern, any_of, number, op, product, stored
 
 SNAKE = Pattern(
     "Snake", op("Add", "x", op("Div", op("Pow", op("Sin", product("x", stored("alpha"))), 2.0), stored("alpha")))
@@ -50,8 +39,8 @@ def test_a_pattern_of_ones_own_in_one_line():
     b = GraphBuilder()
     x = b.input()
     graph = b.graph(snake(b, x))
-    assert find_supergroups(graph) == {}
-    group = find_supergroups(graph, (SNAKE, *PATTERNS))[0]
+    assert match_supergroups(graph).groups == {}
+    group = match_supergroups(graph, (SNAKE, *PATTERNS)).groups[0]
     assert (group.name, group.ops) == ("Snake", (0, 1, 2, 3, 4))
     alpha = next(i for i, t in enumerate(graph.tensors) if t.site == "alpha:weight")
     assert group.tensors == {"x": x, "alpha": alpha}
@@ -65,7 +54,7 @@ def test_the_same_name_means_the_same_tensor():
     sine = b.op("Sin", [b.op("Mul", [alpha, other])])
     squared = b.op("Pow", [sine, b.stored(None, (), value=2.0)])
     y = b.op("Add", [b.op("Div", [squared, alpha]), x])
-    assert find_supergroups(b.graph(y), (SNAKE,)) == {}
+    assert match_supergroups(b.graph(y), (SNAKE,)).groups == {}
 
 
 def test_an_own_pattern_reports_near_misses_if_it_says_when():
@@ -84,7 +73,7 @@ def test_a_check_refuses_a_match_and_a_name_may_depend_on_it():
     refusing = replace(SNAKE, check=lambda graph, found: "its alpha is too long")
     assert match_supergroups(graph, (refusing,)).near_misses == (NearMiss(4, "Snake", "its alpha is too long"),)
     naming = replace(SNAKE, named=lambda graph, found: f"Snake{len(found.ops)}")
-    assert find_supergroups(graph, (naming,))[0].name == "Snake5"
+    assert match_supergroups(graph, (naming,)).groups[0].name == "Snake5"
 
 
 def test_the_first_pattern_wins():
@@ -92,8 +81,8 @@ def test_the_first_pattern_wins():
     x = b.input()
     graph = b.graph(b.op("Mul", [x, b.op("Sigmoid", [x])]))
     mine = Pattern("Mine", op("Mul", "x", op("Sigmoid", "x")))
-    assert find_supergroups(graph, (mine, *PATTERNS))[0].name == "Mine"
-    assert find_supergroups(graph, (*PATTERNS, mine))[0].name == "SiLU"
+    assert match_supergroups(graph, (mine, *PATTERNS)).groups[0].name == "Mine"
+    assert match_supergroups(graph, (*PATTERNS, mine)).groups[0].name == "SiLU"
 
 
 def test_ops_of_another_domain_are_other_ops():
@@ -101,7 +90,7 @@ def test_ops_of_another_domain_are_other_ops():
     x = b.input()
     graph = b.graph(b.op("Mul", [x, b.op("Sigmoid", [x])]))
     foreign = replace(graph, ops=[replace(graph.ops[0], domain="com.example"), graph.ops[1]])
-    assert find_supergroups(foreign) == {}
+    assert match_supergroups(foreign).groups == {}
 
 
 def test_numbers_may_lie_between_bounds():
@@ -110,7 +99,9 @@ def test_numbers_may_lie_between_bounds():
         b = GraphBuilder()
         x = b.input()
         graph = b.graph(b.op("Max", [b.op("Mul", [x, b.stored(None, (), value=slope)]), x]))
-        assert [g.name for g in {id(g): g for g in find_supergroups(graph, (leaky,)).values()}.values()] == expected
+        assert [
+            g.name for g in {id(g): g for g in match_supergroups(graph, (leaky,)).groups.values()}.values()
+        ] == expected
 
 
 # what a group may swallow
@@ -126,8 +117,8 @@ def silu(*, leaves: bool = False, reader: str | None = None) -> Graph:
 
 
 def test_an_inner_tensor_that_is_needed_outside_forbids_the_group():
-    assert find_supergroups(silu())[0].name == "SiLU"
-    assert find_supergroups(silu(reader="Shape"))[0].name == "SiLU"
+    assert match_supergroups(silu()).groups[0].name == "SiLU"
+    assert match_supergroups(silu(reader="Shape")).groups[0].name == "SiLU"
     for graph, reason in (
         (silu(leaves=True), "'t1' inside it leaves the model"),
         (silu(reader="Relu"), "'t1' inside it is read by Relu 'n2' outside it"),
@@ -140,7 +131,7 @@ def test_the_output_of_a_group_may_leave_and_be_read():
     x = b.input()
     y = b.op("Mul", [x, b.op("Sigmoid", [x])])
     graph = b.graph(y, b.op("Relu", [y]), x)
-    groups = find_supergroups(graph)
+    groups = match_supergroups(graph).groups
     assert groups[0].name == "SiLU"
     assert 2 not in groups
 
@@ -149,7 +140,7 @@ def test_an_identity_behind_a_group_stays_outside():
     b = GraphBuilder()
     x = b.input()
     y = b.op("Mul", [x, b.op("Sigmoid", [x])])
-    groups = find_supergroups(b.graph(b.op("Identity", [y])))
+    groups = match_supergroups(b.graph(b.op("Identity", [y]))).groups
     assert groups[0].ops == (0, 1)
 
 
@@ -163,7 +154,7 @@ def test_groups_of_two_types_share_the_cast_between_them_with_the_first():
             b.tensors[tensor] = replace(b.tensors[tensor], dtype="float64")
         x = b.op("Cast", [y])
         ops.append(tuple(range(len(b.ops) - 4, len(b.ops))))
-    groups = find_supergroups(b.graph(x))
+    groups = match_supergroups(b.graph(x)).groups
     assert list(dict.fromkeys(groups[op].ops for op in sorted(groups))) == ops
 
 
@@ -184,7 +175,7 @@ def test_a_cast_that_several_groups_read_stays_outside():
     b.tensors[x] = replace(b.tensors[x], dtype=half.dtype)
     cast = b.op("Cast", [x])
     outputs = [b.op("Mul", [cast, b.op("Sigmoid", [cast])]) for _ in range(2)]
-    groups = find_supergroups(b.graph(*outputs))
+    groups = match_supergroups(b.graph(*outputs)).groups
     assert 0 not in groups
     assert {group.ops for group in groups.values()} == {(1, 2), (3, 4)}
     assert {group.tensors["x"] for group in groups.values()} == {cast}
@@ -255,7 +246,7 @@ def test_a_tensor_that_leaves_the_model_is_never_inside_a_group(name, data):
         if output not in {value.name for value in model.graph.output}:
             model.graph.output.append(helper.make_empty_tensor_value_info(output))
     graph = Graph(*_with_outputs(MODELS[name], [value.name for value in model.graph.output]))
-    for op_id, group in find_supergroups(graph).items():
+    for op_id, group in match_supergroups(graph).groups.items():
         for tensor in graph.ops[op_id].outputs:
             assert op_id == group.ops[-1] or tensor not in graph.outputs
 

@@ -10,7 +10,8 @@ from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w4a8, w8a8, w8a16
-from qsdk.core.patterns.find import Supergroup, match_supergroups
+from qsdk.core.patterns.find import match_supergroups
+from qsdk.core.patterns.supergroup import Supergroup
 
 SHAPE = [2, 8]
 INPUT = np.linspace(-6, 6, 16, dtype=np.float32).reshape(SHAPE)

@@ -13,7 +13,8 @@ from torch_models import seeded
 
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w8a8
-from qsdk.core.patterns.find import MatchResult, Supergroup, match_supergroups
+from qsdk.core.patterns.find import match_supergroups
+from qsdk.core.patterns.supergroup import MatchResult, Supergroup
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.verbs.quantize import calibrate, quantize
 

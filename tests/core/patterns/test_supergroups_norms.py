@@ -13,7 +13,7 @@ from onnx import helper
 from qdq_models import make_model
 
 from onnx_backend.proto.opsets import at_opset, opset_of
-from qsdk.core.patterns.find import MatchResult
+from qsdk.core.patterns.supergroup import MatchResult
 
 OPSETS = (13, 17, 18, 21, 23)
 

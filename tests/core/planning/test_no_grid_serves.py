@@ -17,6 +17,7 @@ import qsdk
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w8a8
 from qsdk.core.planning.lower_bounds import lower_bounds
+from qsdk.core.planning.unquantizable import divisors
 from qsdk.core.ranges.statistics import part_axes
 from qsdk.verbs.files import load, save
 from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
@@ -127,6 +128,13 @@ def test_a_divisor_far_from_zero_is_quantized():
         assert all(d.quantized for d in sim.plan.decisions.values() if d.op_type in ("Mul", "Input"))
 
 
+@pytest.mark.parametrize(("exponents", "divided"), [([-1.0, 2.0], ["x"]), ([1.0, 2.0], [])])
+def test_a_power_divides_where_one_of_its_exponents_is_negative(exponents, divided):
+    power = helper.make_node("Pow", ["x", "e"], ["y"])
+    graph = read_graph(make_model([power], {"x": [3, 2]}, {"y": [3, 2]}, {"e": np.array(exponents, np.float32)}))
+    assert [graph.tensors[tensor].name for tensor in divisors(graph)] == divided
+
+
 class Features(nn.Module):
     """Sines of a moment times frequencies, as time embeddings have them, and a layer."""
 
@@ -156,9 +164,10 @@ def test_angles_of_many_turns_are_left_float_by_the_calibration(spelling: str, t
     assert check_parity(sim, tmp_path / "model.onnx", [t.numpy()], progress=False).summary["passed"]
 
 
+@pytest.mark.parametrize("product", ["Mul", "MatMul"])
 @pytest.mark.parametrize(("largest", "frequency", "reason"), [(50000.0, 1e-4, ""), (5.0, 1e3, ANGLE), (5.0, 1.0, "")])
-def test_an_angle_turns_by_the_step_of_its_coordinate_times_the_frequency(largest, frequency, reason):
-    nodes = [helper.make_node("Mul", ["t", "f"], ["a"]), helper.make_node("Sin", ["a"], ["y"])]
+def test_an_angle_turns_by_the_step_of_its_coordinate_times_the_frequency(largest, frequency, reason, product):
+    nodes = [helper.make_node(product, ["t", "f"], ["a"]), helper.make_node("Sin", ["a"], ["y"])]
     model = make_model(nodes, {"t": [64, 1]}, {"y": [64, 1]}, {"f": np.full((1, 1), frequency, np.float32)})
     sim = quantize(model, None, w8a8())
     calibrate(sim, [np.linspace(0, largest, 64, dtype=np.float32).reshape(-1, 1)], progress=False)

@@ -17,7 +17,7 @@ from qsdk.core.layers.layer_problem import Activation
 from qsdk.core.numerics.dtypes import DTYPES, float16, int8, int32, uint8, uint16
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
-from qsdk.core.patterns.find import Pattern, op, stored
+from qsdk.core.patterns.terms import Pattern, op, stored
 from qsdk.core.planning.from_encodings import plan_as_given, plan_with_given
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan

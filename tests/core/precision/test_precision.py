@@ -210,6 +210,18 @@ def test_a_bias_has_room_in_the_new_grid(door):
     np.testing.assert_allclose(back, bias, rtol=1e-4)
 
 
+@both
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_weight_makes_no_room_for_a_bias(door, frozen):
+    sim = sim_at(door)
+    before = sim.encodings["fc2:weight"].scale
+    if frozen:
+        sim.freeze("fc2:weight")
+    sim.store_floats({"fc2:bias": np.full(5, 1e9, np.float32)})
+    sim.set_precision("relu3:output", "uint4")
+    assert np.array_equal(sim.encodings["fc2:weight"].scale, before) == frozen
+
+
 def _zero_weights_and_large_biases(sim, door, owner):
     if door == "torch":
         getattr(sim.model, owner).weight.data.zero_()
@@ -307,7 +319,7 @@ def test_a_weight_that_is_not_finite_is_named(door):
         tensor = next(t for t in sim._marked.graph.initializer if t.name == "fc1.weight")
         tensor.raw_data = np.float32(np.nan).tobytes() + tensor.raw_data[4:]
     before = everything(sim)
-    with pytest.raises(DataError, match=r"the stored tensor at fc1:weight: the data holds NaN.*load a checkpoint"):
+    with pytest.raises(DataError, match=r"NaN or inf in the stored tensor at fc1:weight; load weights that are finite"):
         sim.set_precision("fc1:weight", int8)
     assert everything(sim) == before
 

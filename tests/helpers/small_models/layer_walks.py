@@ -44,7 +44,7 @@ def recorded(into: dict[str, Any]) -> Callable[[LayerProblem], Solution]:
         assert held_back is not None
         assert problem.samples is not None
         into[problem.site] = [
-            *(float(values.double().sum()) for values in (problem.g_quantized, problem.linear_term(), problem.drift())),
+            *(float(values.double().sum()) for values in (problem.g_quantized, problem.linear_term, problem.drift)),
             *(float(values.double().sum()) for values in (problem.mean, held_back.g_quantized, held_back.mean)),
             problem.rows,
             held_back.rows,

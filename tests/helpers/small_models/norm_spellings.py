@@ -1,7 +1,8 @@
 """Norms in every spelling, and whether a group takes them whole."""
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.patterns.find import MatchResult, match_supergroups
+from qsdk.core.patterns.find import match_supergroups
+from qsdk.core.patterns.supergroup import MatchResult
 
 ALL = {"x", "gamma", "y"}
 
