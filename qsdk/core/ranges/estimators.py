@@ -411,6 +411,14 @@ class _Search:
     most_values: float = math.inf
 
 
+def _of_least_error(gamma: float) -> _Search:
+    return _Search(
+        lambda histogram, spec, _: least_error_counted(histogram, spec, gamma),
+        lambda values, spec, _: least_error(values, spec, gamma),
+        BINS,
+    )
+
+
 #: a row for each estimator that needs more than the extremes
 _SEARCHES: Mapping[str, _Search] = MappingProxyType(
     {
@@ -418,14 +426,8 @@ _SEARCHES: Mapping[str, _Search] = MappingProxyType(
             lambda histogram, _, chosen: _tails_cut(partial(percentiles, histogram), chosen),
             lambda values, _, chosen: _tails_cut(partial(np.percentile, values, axis=1), chosen),
         ),
-        **{
-            name: _Search(
-                lambda histogram, spec, _, gamma=gamma: least_error_counted(histogram, spec, gamma),
-                lambda values, spec, _, gamma=gamma: least_error(values, spec, gamma),
-                BINS,
-            )
-            for name, gamma in (("mse", 1.0), ("tf_enhanced", _GAMMA))
-        },
+        "mse": _of_least_error(1.0),
+        "tf_enhanced": _of_least_error(_GAMMA),
         "entropy": _Search(lambda histogram, spec, _: _least_divergent(histogram, spec)),
     }
 )
