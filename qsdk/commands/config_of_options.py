@@ -1,7 +1,10 @@
 """The config that the options `--config`, `--override` and `--skip` describe."""
 
+from typing import Any
+
 from qsdk.core.aimet_config.load_config import PRESETS, load_config
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.json_form import read_choice
 from qsdk.core.errors import ConfigError
 
 
@@ -23,7 +26,7 @@ def config_of(
         kv_cache: dtype of a decoder's cache, for a preset.
 
     Raises:
-        ConfigError: an override that is not `KEY=DTYPE`, an unknown dtype, or an option of presets for a file.
+        ConfigError: an override that is not `KEY=VALUE`, an unknown dtype, or an option of presets for a file.
         FileFormatError: the file cannot be read.
     """
     of_preset = {"block_size": block_size, "kv_cache": kv_cache}
@@ -32,21 +35,9 @@ def config_of(
         raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for a preset; write it into {name} instead")
     config = PRESETS[name](**given) if given else load_config(name)
     for pattern, text in overrides:
-        choices = dict(part.partition("=")[::2] for part in text.split(","))
-        unknown = sorted(set(choices) - {"weight", "activation", "bias", "input", "output"})
-        if unknown:
-            raise ConfigError(
-                f"--override {pattern} {text}: {unknown[0]!r} is none of weight, activation, bias, input, output; "
-                "write for example weight=int8,activation=uint16"
-            )
-        config = config.override(
-            pattern,
-            weight=choices.get("weight"),
-            activation=choices.get("activation"),
-            bias=choices.get("bias"),
-            input=choices.get("input"),
-            output=choices.get("output"),
-        )
+        where, parts = f"--override {pattern} {text}", [part.partition("=") for part in text.split(",")]
+        choices: Any = {name: read_choice(name, value, where) for name, _, value in parts}
+        config = config.override(pattern, **choices)
     for pattern in skipped:
         config = config.skip(pattern)
     return config

@@ -121,8 +121,10 @@ def test_quantize_gives_what_the_verbs_give(at: Path, capsys):
         "--config",
         "w8a16",
     )
-    found = document(capsys, *command, "--override", "gemm", "weight=int4,activation=uint8", "--skip", "deconv")
-    config = qsdk.w8a16().override("gemm", weight="int4", activation="uint8").skip("deconv")
+    found = document(
+        capsys, *command, "--override", "gemm", "weight=int4,per_channel=false,activation=uint8", "--skip", "deconv"
+    )
+    config = qsdk.w8a16().override("gemm", weight="int4", per_channel=False, activation="uint8").skip("deconv")
     sim = qsdk.quantize("float.onnx", None, config)
     qsdk.calibrate(sim, [IMAGES[i : i + 16] for i in range(0, 70, 16)], progress=False)
     opened = qsdk.quantize(str(at / "m.onnx"), None, None)
@@ -193,6 +195,7 @@ REFUSED = {
     "config": (["float.onnx", "--random", "1", "--config", "best.json"], 2, "no file best.json"),
     "widths": (["float.onnx", "--random", "1", "--config", "w3a3"], 2, "no preset w3a3; write it as"),
     "override": (["float.onnx", "--random", "1", "--override", "gemm", "wight=int4"], 2, "'wight' is none of weight"),
+    "value": (["float.onnx", "--random", "1", "--override", "gemm", "block_size=x"], 2, "block_size is a whole number"),
     "dtype": (["float.onnx", "--random", "1", "--override", "gemm", "weight=int99"], 2, "unknown dtype 'int99'"),
     "owner": (["float.onnx", "--random", "1", "--skip", "germ"], 2, "gemm"),
     "method": (["float.onnx", "--random", "1", "--method", "best"], 2, "best"),

@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 from qsdk.core.config.for_dialect import Dialect, RuntimeName, TimedRuntime
 
+from qsdk.core.config.rules import CHOICES
+
 CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
 CONFIGS = "w8a8, w8a16, w4a8, w4a16, weight_only (4 bits) or a JSON file"
 DIALECTS, RUNTIMES, TIMED = get_args(Dialect), get_args(RuntimeName), get_args(TimedRuntime)
@@ -103,9 +105,9 @@ def add_rules(command: argparse.ArgumentParser) -> None:
         nargs=2,
         action="append",
         default=[],
-        metavar=("PATTERN", "KEY=DTYPE"),
-        help="another choice for the owners that match, such as 'layer1.*' weight=int4,activation=uint16; keys are "
-        "weight, activation, bias, input, output",
+        metavar=("PATTERN", "KEY=VALUE"),
+        help="other choices for the owners that match, such as 'layer1.*' weight=int4,block_size=32; keys are "
+        f"{', '.join(CHOICES)}",
     )
     command.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="owners that stay float")
 

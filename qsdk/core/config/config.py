@@ -2,9 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Never
+from typing import Any, Literal, Unpack
 
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.for_dialect import (
@@ -22,15 +22,14 @@ from qsdk.core.config.rules import (
     CONDITIONS,
     CacheScales,
     Compute,
+    Conditions,
     FixedRange,
     Rule,
-    Shape,
-    TensorDType,
+    RuleKeywords,
     make_rule,
-    require_cache_scales,
-    require_compute,
-    require_dynamic,
+    require_allowed,
     require_known,
+    with_dtypes,
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
@@ -58,18 +57,22 @@ class QuantConfig:
 
     Attributes:
         weight: dtype of weights, or a format of blocks such as `mxfp4`. Embeddings, norms and other constants keep 8
-            bits where it is narrower.
-        activation: dtype of activations, and of inputs and outputs unless they are given.
-        bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float.
+            bits where it is narrower. Raise it (int8, float16) where accuracy falls, lower it (int4) to save memory.
+        activation: dtype of activations, and of inputs and outputs unless they are given; uint16 for wide ranges.
+        bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float, for biases that int32
+            clips or rounds to 0, which reports mention.
         input: dtype of the model's inputs where it differs from other activations.
-        output: dtype of the model's outputs where it differs from other activations.
-        kv_cache: dtype of the keys and values that a decoder takes and gives back from step to step; None for that of
-            activations.
-        kv_cache_scales: one scale of keys, and one of values, for each tensor (None too), head or channel.
-        per_channel: one weight scale per output channel, else per tensor.
-        block_size: one weight scale per run of input channels; None for no blocks.
-        symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only.
-        symmetric_activations: fixes the zero points of activations.
+        output: dtype of the model's outputs where it differs from other activations, such as a wider one for scores.
+        kv_cache: dtype of the keys and values that a decoder takes and gives back from step to step: int8, int4,
+            float8e4m3fn or float32; None for that of activations.
+        kv_cache_scales: one scale of keys, and one of values, for each "tensor" (None too), "head" or "channel", where
+            4 bits per tensor lose too much.
+        per_channel: one weight scale per output channel, else per tensor, where a chip has no scales per channel.
+        block_size: one weight scale per run of input channels, 32 to 128 for accurate 4-bit weights; None for none.
+        symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only. False helps where
+            all weights have one sign.
+        symmetric_activations: fixes the zero points of activations, where a chip has none; costs accuracy on lopsided
+            ranges.
         dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
             (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float. "token": int8 without
             zero points, with the range of each row along the last axis, for folders that vLLM reads.
@@ -78,11 +81,13 @@ class QuantConfig:
             times larger than the rest.
         two_level_scales: block scales are integers, 1 to 16 (256 for more than 4 bits), times one float32 per channel
             (AIMET's LPBQ).
-        scale_bits: significant binary digits of every scale, 1 for powers of two; None for those of float32.
+        scale_bits: significant binary digits of every scale, 1 for powers of two, where a chip rescales by shifts;
+            None for those of float32.
         fixed_range: `(low, high)` whatever the data, "observed" for no fixed range at all; None for the ranges that
             belong to an op (Softmax lies in 0..1).
         tie: whether a Concat, or another op that keeps the grid, shares its inputs' encoding; None ties all but a
-            Concat of parts of different kinds that leaves the model (boxes and scores of a detector).
+            Concat of parts of different kinds that leaves the model (boxes and scores of a detector);
+            `qsdk.analysis.advise` says where another choice helps.
         supergroup: whether ops that run as one are quantized as one; None as ONNX Runtime runs them: all but a
             LeakyRelu or PRelu behind a convolution of 8 bits.
         supergroups: names of the supergroups to look for, chains of op types such as `Conv+Relu` among them; None for
@@ -135,13 +140,10 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         """Accept names in place of dtypes, as `override` does."""
-        object.__setattr__(self, "weight", weight_type_named(self.weight))
-        for choice in ("activation", "bias", "input", "output", "kv_cache"):
-            named = getattr(self, choice)
-            object.__setattr__(self, choice, None if named is None else dtype_named(named))
-        require_cache_scales(self.kv_cache_scales, "config")
-        require_dynamic(self.dynamic_activations, "config")
-        require_compute(self.compute)
+        choices = {name: getattr(self, name) for name in CHOICES}
+        for name, value in with_dtypes(choices).items():
+            object.__setattr__(self, name, value)
+        require_allowed({**choices, "compute": self.compute}, "config")
 
     def __str__(self) -> str:
         """Return the dtypes, what differs from the defaults, the rules, and what became of a foreign file's keys."""
@@ -152,93 +154,43 @@ class QuantConfig:
         lines += [f"rule: {rule}" for rule in self.rules]
         return "\n".join([*lines, *([str(self.notes)] if self.notes else [])])
 
-    def override(
-        self,
-        pattern: str = "*",
-        *,
-        op_type: str | Sequence[str] | None = None,
-        shape: Shape | Sequence[int | None] | None = None,
-        tensor_dtype: DType | TensorDType | None = None,
-        weight: WeightType | str | None = None,
-        activation: DType | str | None = None,
-        bias: DType | str | None = None,
-        input: DType | str | None = None,
-        output: DType | str | None = None,
-        kv_cache: DType | str | None = None,
-        kv_cache_scales: CacheScales | None = None,
-        block_size: int | None = None,
-        per_channel: bool | None = None,
-        symmetric_weights: bool | None = None,
-        symmetric_activations: bool | None = None,
-        dynamic_activations: Dynamic | None = None,
-        per_channel_activations: bool | None = None,
-        two_level_scales: bool | None = None,
-        fixed_range: FixedRange | None = None,
-        tie: bool | None = None,
-        supergroup: bool | None = None,
-        scale_bits: int | None = None,
-        optional: bool = False,
-        **unknown: Never,
-    ) -> "QuantConfig":
+    def override(self, pattern: str = "*", **choices: Unpack[RuleKeywords]) -> "QuantConfig":
         """Return a config with one more rule, for the places that fit `pattern` and every condition given.
 
         Args:
             pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
-            op_type: condition: the ONNX type, one of several, or a glob, such as "MatMul"; a class of PyTorch stands
-                for the types that it becomes ("Linear": every Gemm and MatMul, "Conv2d": every Conv).
-            shape: condition: the shape of the tensor; None stands for any dimension.
-            tensor_dtype: condition: the dtype of the tensor in the float model, where that has several.
-            weight: raise it (int8, float16) where accuracy falls, lower it (int4, mxfp4) to save memory.
-            activation: likewise; also for inputs and outputs, unless they are given. uint16 for wide ranges.
-            bias: float32 where int32 biases are clipped or round to 0, which reports mention; else int32.
-            input: dtype of the model's inputs, where the caller needs another one.
-            output: dtype of the model's outputs, likewise, or a wider one for scores and boxes.
-            kv_cache: dtype of the keys and values of a decoder's cache: int8, int4, float8e4m3fn, or float32.
-            kv_cache_scales: "head" or "channel" where 4 bits per tensor lose too much.
-            block_size: input channels per weight scale: 32 to 128 for accurate 4-bit weights.
-            per_channel: False for one scale per weight tensor, where a chip has no scales per channel.
-            symmetric_weights: False for zero points in weights; helps where all weights have one sign.
-            symmetric_activations: True where a chip has no zero points; costs accuracy on lopsided ranges.
-            dynamic_activations: True for ranges found while the model runs, with no data; "token" in folders for vLLM.
-            per_channel_activations: True for transformers whose residual sums have outlier channels.
-            two_level_scales: True to store block scales as small integers times one scale per channel (LPBQ).
-            fixed_range: `(low, high)` known beforehand; "observed" to calibrate ops such as Softmax too.
-            tie: False gives each part of a Concat its own scale, True one to all; see `qsdk.analysis.advise`.
-            supergroup: False quantizes the members one by one, where a runtime does not fuse them.
-            scale_bits: digits of scales: 1 for powers of two, where a chip rescales by shifts.
-            optional: the rule may match nothing, and keeps no BatchNorm from being folded.
-            unknown: none; a misspelt keyword is answered with the nearest one.
+            choices: what is to hold there: attributes of this class, from `weight` to `scale_bits`. And the conditions:
+                `op_type`, the ONNX type, one of several, or a glob, such as "MatMul"; a class of PyTorch stands for the
+                types that it becomes ("Linear": every Gemm and MatMul, "Conv2d": every Conv). `shape` of the tensor;
+                None stands for any dimension. `tensor_dtype` of the tensor in the float model, where that has several.
+                `optional=True`: the rule may match nothing, and keeps no BatchNorm from being folded.
 
         Raises:
             ConfigError: an unknown dtype or keyword, or a rule without any choice.
         """
-        options = {n: v for n, v in locals().items() if n not in ("self", "pattern", "optional", "unknown")}
-        require_known("override", unknown, (*options, "optional"))
-        return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
+        require_known("override", choices, (*CONDITIONS, *CHOICES, "optional"))
+        return self._with_rule(pattern, choices)
 
-    def skip(
-        self,
-        pattern: str = "*",
-        dtype: DType | str = float32,
-        *,
-        op_type: str | Sequence[str] | None = None,
-        shape: Shape | Sequence[int | None] | None = None,
-        tensor_dtype: DType | TensorDType | None = None,
-        optional: bool = False,
-        **unknown: Never,
-    ) -> "QuantConfig":
+    def skip(self, pattern: str = "*", dtype: DType | str = float32, **conditions: Unpack[Conditions]) -> "QuantConfig":
         """Return a config that leaves the places that fit `pattern` and every condition in a float dtype.
+
+        Args:
+            pattern: as for `override`.
+            dtype: float32, float16 or bfloat16.
+            conditions: `op_type`, `shape`, `tensor_dtype`, `optional`: as for `override`.
 
         Raises:
             ConfigError: dtype is not a float type, or a keyword is unknown.
         """
-        require_known("skip", unknown, ("dtype", *CONDITIONS, "optional"))
+        require_known("skip", conditions, ("dtype", *CONDITIONS, "optional"))
         result = dtype_named(dtype)
         if result.kind != "float":
             raise ConfigError(f"skip({pattern!r}) keeps owners float; {result} is not a float dtype, use override")
-        where = {"op_type": op_type, "shape": shape, "tensor_dtype": tensor_dtype}
-        options = {**where, "weight": result, "activation": result, "bias": result}
-        return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
+        return self._with_rule(pattern, {**conditions, "weight": result, "activation": result, "bias": result})
+
+    def _with_rule(self, pattern: str, keywords: Mapping[str, Any]) -> "QuantConfig":
+        rule = make_rule(pattern, keywords, optional=keywords.get("optional", False))
+        return replace(self, rules=(*self.rules, rule))
 
     def for_dialect(
         self,
@@ -274,8 +226,10 @@ class QuantConfig:
             ConfigError: an unknown dialect, processor or placement, or a choice for which the dialect has nothing, such
                 as float8 activations for `qnn`.
         """
-        own = {name: getattr(self, name) for name in CHOICES if hasattr(self, name)}
-        rules = tuple(replace(rule, **changed_choices(rule.choices(), dialect)) for rule in self.rules)
+        own = {name: getattr(self, name) for name in CHOICES}
+        rules = tuple(
+            replace(rule, choices={**rule.choices, **changed_choices(rule.choices, dialect)}) for rule in self.rules
+        )
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
         changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
         changed = replace(changed, hardware=changed.hardware or hardware_in(dialect, placement))

@@ -1,24 +1,27 @@
 """Configs as JSON: one table of fields for the schema, the writing and the typed reading."""
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import groupby
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, get_type_hints
 
 from qsdk.core.config.rules import (
-    CHOICES,
+    ALLOWED,
+    CONDITIONS,
     TENSOR_DTYPES,
     CacheScales,
-    Compute,
+    Choices,
+    FixedRange,
     as_fixed_range,
     make_rule,
     require_bias,
 )
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, dtype_named, weight_type_named
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, WeightType, dtype_named, weight_type_named
+from qsdk.core.numerics.spec import Dynamic
 
 FORMAT = "qsdk.config"
 VERSION = 1
@@ -108,24 +111,17 @@ _SHAPE = JsonType(
     tuple,
     list,
 )
-_TENSOR_DTYPE = JsonType(
-    {"enum": list(TENSOR_DTYPES)}, f"one of {', '.join(TENSOR_DTYPES)}", lambda value: value in TENSOR_DTYPES
-)
-_DYNAMIC = JsonType(
-    {"enum": [True, False, "token"]},
-    'true, false or "token"',
-    lambda value: type(value) is bool or value == "token",
-)
-_CACHE_SCALES = JsonType(
-    {"enum": list(get_args(CacheScales))},
-    f"one of {', '.join(get_args(CacheScales))}",
-    lambda value: value in get_args(CacheScales),
-)
-_COMPUTE = JsonType(
-    {"enum": list(get_args(Compute))},
-    f"one of {', '.join(get_args(Compute))}",
-    lambda value: value in get_args(Compute),
-)
+
+
+def _one_of(values: Sequence[Any], expected: str | None = None) -> JsonType:
+    kinds = [(type(value), value) for value in values]
+    return JsonType(
+        {"enum": list(values)},
+        expected or f"one of {', '.join(values)}",
+        lambda value: isinstance(value, Hashable) and (type(value), value) in kinds,
+    )
+
+
 _LAYERS = JsonType(
     {"type": "object", "additionalProperties": _STRINGS},
     "an object of lists of strings",
@@ -136,29 +132,33 @@ _LAYERS = JsonType(
 
 _POWER_OF_TWO = "power_of_two"  # the name of scale_bits = 1 in older files
 
-_FLAGS = (
-    *("per_channel", "symmetric_weights", "symmetric_activations"),
-    *("per_channel_activations", "two_level_scales", "tie", "supergroup"),
-)
-_CHOICE_TYPES = MappingProxyType(
-    {
-        "weight": _WEIGHT,
-        **dict.fromkeys(("activation", "bias", "input", "output", "kv_cache"), _DTYPE),
-        "kv_cache_scales": _CACHE_SCALES,
-        **dict.fromkeys(("block_size", "scale_bits"), _COUNT),
-        **dict.fromkeys(_FLAGS, _FLAG),
-        "dynamic_activations": _DYNAMIC,
-        "fixed_range": _RANGE,
-    }
-)
-_RULE_TYPES = MappingProxyType(
-    {"pattern": _PATTERNS, "op_type": _NAMES, "shape": _SHAPE, "tensor_dtype": _TENSOR_DTYPE, "optional": _FLAG}
-    | {name: _CHOICE_TYPES[name] for name in CHOICES}
-)
-_CONFIG_TYPES = MappingProxyType(
-    {**_CHOICE_TYPES, _POWER_OF_TWO: _FLAG, "supergroups": _NAMES, "hardware": _TEXT, "layers": _LAYERS}
-    | {"only_linear": _FLAG, "compute": _COMPUTE}
-)
+_BY_TYPE: Mapping[Any, JsonType] = {
+    WeightType | str | None: _WEIGHT,
+    DType | str | None: _DTYPE,
+    int | None: _COUNT,
+    bool | None: _FLAG,
+    FixedRange | None: _RANGE,
+    CacheScales | None: _one_of(ALLOWED["kv_cache_scales"]),
+    Dynamic | None: _one_of(ALLOWED["dynamic_activations"], 'true, false or "token"'),
+}
+_CHOICE_TYPES: Mapping[str, JsonType] = {name: _BY_TYPE[kind] for name, kind in get_type_hints(Choices).items()}
+_RULE_TYPES: Mapping[str, JsonType] = {
+    "pattern": _PATTERNS,
+    "op_type": _NAMES,
+    "shape": _SHAPE,
+    "tensor_dtype": _one_of(TENSOR_DTYPES),
+    "optional": _FLAG,
+    **_CHOICE_TYPES,
+}
+_CONFIG_TYPES: Mapping[str, JsonType] = {
+    **_CHOICE_TYPES,
+    _POWER_OF_TWO: _FLAG,
+    "supergroups": _NAMES,
+    "hardware": _TEXT,
+    "layers": _LAYERS,
+    "only_linear": _FLAG,
+    "compute": _one_of(ALLOWED["compute"]),
+}
 
 
 def config_schema() -> dict[str, Any]:
@@ -187,9 +187,18 @@ def config_schema() -> dict[str, Any]:
 
 def to_json(config: Any) -> dict[str, Any]:
     """Return a config's fields, and its rules, as values for JSON; fields that are None are left out."""
-    result = {"format": FORMAT, "version": VERSION, **_fields_to_json(config, _CONFIG_TYPES)}
-    rules = [_fields_to_json(rule, _RULE_TYPES) for rule in config.rules]
-    return {**result, "rules": _joined({n: v for n, v in r.items() if (n, v) != ("optional", False)} for r in rules)}
+    made = {field.name: getattr(config, field.name) for field in fields(config) if field.name in _CONFIG_TYPES}
+    rules = [
+        {"pattern": rule.pattern, **rule.choices, **{name: getattr(rule, name) for name in CONDITIONS}}
+        | ({"optional": True} if rule.optional else {})
+        for rule in config.rules
+    ]
+    head = {"format": FORMAT, "version": VERSION}
+    return {**head, **_written(made, _CONFIG_TYPES), "rules": _joined(_written(rule, _RULE_TYPES) for rule in rules)}
+
+
+def _written(values: Mapping[str, Any], types: Mapping[str, JsonType]) -> dict[str, Any]:
+    return {name: types[name].write(value) for name, value in values.items() if value is not None}
 
 
 def _joined(rules: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -255,6 +264,21 @@ def _read(data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, ot
     return result
 
 
+def read_choice(name: str, text: str, where: str) -> Any:
+    """Return a choice that was written as text: `int8`, `32`, `true`.
+
+    Raises:
+        ConfigError: there is no such choice, or it has no such value.
+    """
+    if name not in _CHOICE_TYPES:
+        raise ConfigError(f"{where}: {name!r} is none of {', '.join(_CHOICE_TYPES)}; write for example weight=int8")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    return read_value(value, _CHOICE_TYPES[name], f"{where}: {name}")
+
+
 def read_value(value: Any, kind: JsonType, where: str) -> Any:
     """Return one value, read from JSON.
 
@@ -274,11 +298,6 @@ def nearest_key(name: Any, known: list[str]) -> str:
     """Return a remedy for an unknown key: the most similar one, else all of them."""
     near = get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-
-
-def _fields_to_json(owner: Any, types: Mapping[str, JsonType]) -> dict[str, Any]:
-    names = [field.name for field in fields(owner) if field.name in types]
-    return {name: types[name].write(getattr(owner, name)) for name in names if getattr(owner, name) is not None}
 
 
 def _describe(value: Any) -> str:

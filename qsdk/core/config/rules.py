@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, int32, weight_type_named
@@ -57,30 +57,64 @@ class Place:
     sites: tuple[str, ...] = ()
 
 
+class Choices(TypedDict, total=False):
+    """The choices that a rule can make, by name and type; `QuantConfig` has a field for each, and says what it means.
+
+    From this follow the keywords of `override`, what a file of JSON may hold, and its schema.
+    """
+
+    weight: WeightType | str | None
+    activation: DType | str | None
+    bias: DType | str | None
+    input: DType | str | None
+    output: DType | str | None
+    kv_cache: DType | str | None
+    kv_cache_scales: CacheScales | None
+    block_size: int | None
+    per_channel: bool | None
+    symmetric_weights: bool | None
+    symmetric_activations: bool | None
+    dynamic_activations: Dynamic | None
+    per_channel_activations: bool | None
+    two_level_scales: bool | None
+    fixed_range: FixedRange | None
+    tie: bool | None
+    supergroup: bool | None
+    scale_bits: int | None
+
+
+class Conditions(TypedDict, total=False):
+    """The conditions that a rule can set beside its pattern, and whether it may match nothing."""
+
+    op_type: str | Sequence[str] | None
+    shape: Shape | Sequence[int | None] | None
+    tensor_dtype: DType | TensorDType | None
+    optional: bool
+
+
+class RuleKeywords(Conditions, Choices, total=False):
+    """The keywords of `override`."""
+
+
+CHOICES = tuple(Choices.__annotations__)
+CONDITIONS = ("op_type", "shape", "tensor_dtype")
+DTYPE_CHOICES = ("activation", "bias", "input", "output", "kv_cache")
+_REPLACEABLE = ("weight", "activation", "bias", "input", "output")
+#: choices that have a few values, as a user writes them
+ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "kv_cache_scales": get_args(CacheScales),
+    "dynamic_activations": (True, False, "token"),
+    "compute": get_args(Compute),
+}
+
+
 @dataclass(frozen=True)
 class Rule:
-    """The choices for the places that meet every condition; None leaves a choice as it is, and a condition open.
+    """The choices for the places that meet every condition; each choice can be read as an attribute, None if not made.
 
     Attributes:
         pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
-        weight: dtype, or a format of blocks.
-        activation: dtype; counts for inputs and outputs too, unless they are named beside it.
-        bias: int32 or a float dtype.
-        input: dtype of model inputs.
-        output: dtype of model outputs.
-        kv_cache: dtype of the keys and values that a decoder keeps from step to step.
-        kv_cache_scales: "tensor", "head" or "channel".
-        block_size: input channels per scale.
-        per_channel: one weight scale per output channel.
-        symmetric_weights: fixes the zero points of weights.
-        symmetric_activations: fixes the zero points of activations.
-        dynamic_activations: activations have the range of each tensor, or "token", found while the model runs.
-        per_channel_activations: one scale per channel where only sums and layer normalizations read.
-        two_level_scales: block scales are small integers times one scale per channel.
-        fixed_range: `(low, high)` whatever the data, or "observed" where an op type has one of its own.
-        tie: whether an op that keeps the grid shares its inputs' encoding.
-        supergroup: False to quantize the members of a supergroup one by one.
-        scale_bits: significant binary digits of scales.
+        choices: name of `Choices` -> value, for the choices it makes.
         op_type: globs over ONNX types, or classes of PyTorch; one must match.
         shape: of the tensor; None stands for any dimension.
         tensor_dtype: of the tensor in the float model.
@@ -89,38 +123,22 @@ class Rule:
     """
 
     pattern: str
-    weight: WeightType | None = None
-    activation: DType | None = None
-    bias: DType | None = None
-    input: DType | None = None
-    output: DType | None = None
-    kv_cache: DType | None = None
-    kv_cache_scales: CacheScales | None = None
-    block_size: int | None = None
-    per_channel: bool | None = None
-    symmetric_weights: bool | None = None
-    symmetric_activations: bool | None = None
-    dynamic_activations: Dynamic | None = None
-    per_channel_activations: bool | None = None
-    two_level_scales: bool | None = None
-    fixed_range: FixedRange | None = None
-    tie: bool | None = None
-    supergroup: bool | None = None
-    scale_bits: int | None = None
+    choices: Mapping[str, Any]
     op_type: tuple[str, ...] | None = None
     shape: Shape | None = None
     tensor_dtype: str | None = None
     optional: bool = False
     accepted: bool = field(default=False, compare=False, repr=False)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in CHOICES:
+            return self.choices.get(name)
+        raise AttributeError(f"a rule has no {name}; its choices are {', '.join(CHOICES)}")
+
     def __str__(self) -> str:
         where = [f"{name}={_text(getattr(self, name))}" for name in CONDITIONS if getattr(self, name) is not None]
-        choices = ", ".join(f"{name}={value}" for name, value in self.choices().items())
+        choices = ", ".join(f"{name}={value}" for name, value in self.choices.items())
         return f"{self.pattern!r}{' with ' + ', '.join(where) if where else ''} -> {choices}"
-
-    def choices(self) -> dict[str, Any]:
-        """Return the choices that this rule makes."""
-        return {name: getattr(self, name) for name in CHOICES if getattr(self, name) is not None}
 
     @property
     def is_specific(self) -> bool:
@@ -157,22 +175,12 @@ class Rule:
         literal = not set("*?[").intersection(theirs) and (":" in mine) == (":" in theirs)
         reached = mine == theirs or (literal and fnmatchcase(theirs, mine))
         met = all(getattr(self, name) in (None, getattr(earlier, name)) for name in CONDITIONS)
-        chosen = {name for name in _REPLACEABLE if getattr(self, name) is not None}
+        chosen = set(self.choices) & set(_REPLACEABLE)
         chosen |= {"input", "output"} if "activation" in chosen else set()
         specific = self.is_specific or not earlier.is_specific
         return (
-            reached
-            and met
-            and specific
-            and not (self.optional or earlier.optional)
-            and chosen >= set(earlier.choices())
+            reached and met and specific and not (self.optional or earlier.optional) and chosen >= set(earlier.choices)
         )
-
-
-CONDITIONS = ("op_type", "shape", "tensor_dtype")
-CHOICES = tuple(each.name for each in fields(Rule) if each.name not in ("pattern", *CONDITIONS, "optional", "accepted"))
-_REPLACEABLE = ("weight", "activation", "bias", "input", "output")
-DTYPE_CHOICES = ("activation", "bias", "input", "output", "kv_cache")
 
 
 def with_rule(rules: Iterable[Rule], last: Rule) -> tuple[Rule, ...]:
@@ -192,35 +200,50 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
             "that model.named_modules() gives it"
         )
     given = {name: value for name, value in options.items() if value is not None}
-    if "weight" in given:
-        given["weight"] = weight_type_named(given["weight"])
-    for name in DTYPE_CHOICES:
-        if name in given:
-            given[name] = dtype_named(given[name])
-    if not set(CHOICES).intersection(given):
+    chosen = with_dtypes({name: given[name] for name in CHOICES if name in given})
+    if not chosen:
         raise ConfigError(f"the rule for {pattern!r} overrides nothing; give weight=, activation= or another choice")
-    require_bias(given.get("bias"), f"rule {pattern!r}")
-    if "op_type" in given:
-        given["op_type"] = (given["op_type"],) if isinstance(given["op_type"], str) else tuple(given["op_type"])
-    if "shape" in given:
-        given["shape"] = tuple(given["shape"])
-    require_cache_scales(given.get("kv_cache_scales"), f"rule {pattern!r}")
-    require_dynamic(given.get("dynamic_activations"), f"rule {pattern!r}")
-    if "tensor_dtype" in given:
-        given["tensor_dtype"] = _tensor_dtype(given["tensor_dtype"], pattern)
-    if "fixed_range" in given:
-        given["fixed_range"] = as_fixed_range(given["fixed_range"], f" (rule {pattern!r})")
-    return Rule(pattern, **given, optional=optional)
+    where = f"rule {pattern!r}"
+    require_bias(chosen.get("bias"), where)
+    require_allowed(chosen, where)
+    if "fixed_range" in chosen:
+        chosen["fixed_range"] = as_fixed_range(chosen["fixed_range"], f" ({where})")
+    op_type, shape, tensor_dtype = (given.get(name) for name in CONDITIONS)
+    return Rule(
+        pattern,
+        chosen,
+        (op_type,) if isinstance(op_type, str) else _as_tuple(op_type),
+        _as_tuple(shape),
+        None if tensor_dtype is None else _tensor_dtype(tensor_dtype, pattern),
+        optional=optional,
+    )
 
 
-def require_known(call: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+def _as_tuple(given: Any) -> Any:
+    return None if given is None else tuple(given)
+
+
+def with_dtypes(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return choices with dtypes in place of their names.
+
+    Raises:
+        ConfigError: an unknown dtype.
+    """
+    result = dict(choices)
+    for name in ("weight", *DTYPE_CHOICES):
+        if result.get(name) is not None:
+            result[name] = (weight_type_named if name == "weight" else dtype_named)(result[name])
+    return result
+
+
+def require_known(call: str, given: Iterable[str], known: Sequence[str]) -> None:
     """Refuse keywords that a call does not have.
 
     Raises:
         ConfigError: names the nearest one.
     """
-    for name in unknown:
-        near = get_close_matches(name, list(known), n=1)
+    for name in set(given) - set(known):
+        near = get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
         raise ConfigError(f"{call}() has no {name}=; {remedy}")
 
@@ -235,34 +258,17 @@ def require_bias(dtype: DType | None, where: str) -> None:
         raise ConfigError(f"a bias is int32 or float, not {dtype} ({where})")
 
 
-def require_cache_scales(given: str | None, where: str) -> None:
-    """Raise an error for scales of a cache that are neither per tensor, head nor channel.
+def require_allowed(choices: Mapping[str, Any], where: str) -> None:
+    """Raise an error for a value that a choice among a few does not have.
 
     Raises:
         ConfigError: names the choice and `where`.
     """
-    if given is not None and given not in get_args(CacheScales):
-        raise ConfigError(f"kv_cache_scales={given!r} ({where}) is none of {', '.join(get_args(CacheScales))}")
-
-
-def require_dynamic(given: object, where: str) -> None:
-    """Raise an error for a choice of dynamic activations that does not exist.
-
-    Raises:
-        ConfigError: names the choice and `where`.
-    """
-    if given is not None and given != "token" and type(given) is not bool:
-        raise ConfigError(f"dynamic_activations={given!r} ({where}) is none of True, False, 'token'")
-
-
-def require_compute(given: object) -> None:
-    """Raise an error for a type that no layer computes in.
-
-    Raises:
-        ConfigError: names the choice.
-    """
-    if given is not None and given not in get_args(Compute):
-        raise ConfigError(f"compute={given!r} (config) is none of {', '.join(get_args(Compute))}")
+    for name, allowed in ALLOWED.items():
+        value = choices.get(name)
+        if value is not None and (type(value), value) not in [(type(one), one) for one in allowed]:
+            shown = ", ".join(repr(one) if True in allowed else one for one in allowed)
+            raise ConfigError(f"{name}={value!r} ({where}) is none of {shown}")
 
 
 def as_fixed_range(given: Any, where: str = "") -> FixedRange:

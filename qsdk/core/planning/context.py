@@ -62,7 +62,7 @@ class Resolver:
 def _applied(config: QuantConfig, rules: Sequence[Rule]) -> QuantConfig:
     wanted = config
     for rule in rules:
-        changes = rule.choices()
+        changes = rule.choices
         if "activation" in changes:  # it covers inputs and outputs too
             changes = {"input": None, "output": None, **changes}
         wanted = replace(wanted, **changes)

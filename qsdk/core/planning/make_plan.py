@@ -137,7 +137,7 @@ def _require_effect(context: PlanningContext, index: int) -> None:
     A `bias=` beside layers without biases is let be: nothing is left at another precision than the rule says.
     """
     rule, found = context.config.rules[index], context.resolver.matcher
-    choices = set(rule.choices())
+    choices = set(rule.choices)
     results = [place for place in context.results() if index in found.named(place) and rule.fits(place)]
     if choices - _OF_STORED - _OF_INPUTS and results:
         return

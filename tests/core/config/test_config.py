@@ -35,7 +35,7 @@ def test_a_rule_gives_a_new_config():
     base = w8a8()
     ruled = base.override("head", weight="int4")
     assert base.rules == ()
-    assert ruled.rules == (Rule("head", weight=int4),)
+    assert ruled.rules == (Rule("head", {"weight": int4}),)
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
         ruled.weight = int4  # type: ignore[misc]
 

@@ -75,7 +75,8 @@ configs = st.builds(
 def test_the_strategies_draw_every_choice_and_condition():
     assert set(choices) == set(CHOICES)
     assert set(conditions) == set(CONDITIONS)
-    assert set(Rule.__dataclass_fields__) == {"pattern", "optional", "accepted", *CHOICES, *CONDITIONS}
+    assert set(Rule.__dataclass_fields__) == {"pattern", "choices", "optional", "accepted", *CONDITIONS}
+    assert set(CHOICES) < set(QuantConfig.__dataclass_fields__)
 
 
 @pytest.mark.slow
