@@ -250,28 +250,8 @@ def _in_one_graph(model: ModelProto) -> ModelProto:
     return model
 
 
-def supports_device(device: str) -> bool:
-    """Return True for devices that can be computed on: see `QsdkBackend.supports_device`."""
-    return QsdkBackend.supports_device(device)
-
-
-def is_compatible(model: Source, device: str = "CPU", **kwargs: Any) -> bool:
-    """Return True if `prepare` accepts a model."""
-    return QsdkBackend.is_compatible(model, device, **kwargs)
-
-
-def prepare(model: Source, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
-    """Open a model: see `QsdkBackend.prepare`, also for what it raises."""
-    return QsdkBackend.prepare(model, device, **kwargs)
-
-
-def run_model(model: Source, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple[Any, ...]:
-    """Prepare a model and run it once: see `QsdkBackend.run_model`, also for what it raises."""
-    return QsdkBackend.run_model(model, inputs, device, **kwargs)
-
-
-def run_node(
-    node: NodeProto, inputs: Any, device: str = "CPU", outputs_info: Any = None, **kwargs: Any
-) -> tuple[Any, ...]:
-    """Run one node: see `QsdkBackend.run_node`, also for what it raises."""
-    return QsdkBackend.run_node(node, inputs, device, outputs_info, **kwargs)
+supports_device = QsdkBackend.supports_device
+is_compatible = QsdkBackend.is_compatible
+prepare = QsdkBackend.prepare
+run_model = QsdkBackend.run_model
+run_node = QsdkBackend.run_node

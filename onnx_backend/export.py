@@ -14,12 +14,12 @@ import onnx
 from onnx import ModelProto
 
 from onnx_backend.lower import lower
-from onnx_backend.passes.decided_sizes import leave_out_empty_inputs, with_decided_sizes, with_stored_codes
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
+from onnx_backend.passes.static_sizes import leave_out_empty_inputs, propagate_static_sizes, with_stored_codes
 from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.inputs import noted_example, open_inputs, sizes_by_input, with_shapes
 from onnx_backend.proto.model_io import drop_properties, set_properties
-from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes
+from onnx_backend.proto.nodes import copied, drop_unused_initializers, metadata, replace_nodes
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import Check, write_file, write_sharing
@@ -102,7 +102,7 @@ def write_model(
         runtime.refuse(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights, prefer=prefer)
     parts = _parts(path, shapes)
-    models = {Path(path): qdq.model} if parts is None else {part: _copy(qdq.model) for part in parts}
+    models = {Path(path): qdq.model} if parts is None else {part: copied(qdq.model) for part in parts}
     wanted = [cast("Shapes | None", shapes)] if parts is None else [*parts.values()]
     forms = [_form(m, own, runtime, integer_edges, parts) for m, own in zip(models.values(), wanted, strict=True)]
     base = Path(path) if parts is None else Path(path).with_suffix(".shared")
@@ -133,12 +133,6 @@ def _facts_of(forms: Sequence[Mapping[str, Any]], parts: Mapping[Path, Shapes] |
     if parts is not None:
         facts["fixed_shapes"] = {part.name: form["fixed_shapes"] for part, form in zip(parts, forms, strict=True)}
     return facts
-
-
-def _copy(model: ModelProto) -> ModelProto:
-    copied = ModelProto()
-    copied.CopyFrom(model)
-    return copied
 
 
 def _parts(path: str | os.PathLike[str], shapes: Shapes | Mapping[str, Shapes] | None) -> dict[Path, Shapes] | None:
@@ -273,7 +267,7 @@ def _fix_sizes(
     if shapes is not None:
         wanted = sizes_by_input(model, shapes)
     if wanted or required:
-        fixed = with_decided_sizes(with_shapes(model, wanted, least=0))
+        fixed = propagate_static_sizes(with_shapes(model, wanted, least=0))
         leave_out_empty_inputs(fixed)
         fixed = with_stored_codes(fixed) if runtime.fixed_sizes else fixed
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))

@@ -26,7 +26,7 @@ from onnx_backend.passes.fold_batch_norm import may_fold
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.lazy_tensors import fake_quantize
-from onnx_backend.proto.model_io import source_name
+from onnx_backend.proto.model_io import load, source_name
 from onnx_backend.proto.nodes import attributes, is_mark, metadata, node_label
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
@@ -68,7 +68,7 @@ def sim_with_encodings(
         FileFormatError: entries that do not fit; the model cannot be read.
         ModelError: the model is quantized already, or cannot be raised.
     """
-    model, graph, notes = open_unplanned(source, QuantConfig(), fold_batch_norm=False)
+    model, graph, notes = open_unplanned(load(source), "the model", QuantConfig(), fold_batch_norm=False)
     placed = place(graph)
     stored = initializers(model.graph)
     foldable = [node for node in model.graph.node if may_fold(node, stored)]
@@ -76,7 +76,7 @@ def sim_with_encodings(
         spoken_of = {graph.tensors[graph.sites[site]].name for site in (*placed.encodings, *placed.casts)}
         read = {node_label(node): node.input[:1] if node.op_type != "Add" else node.input for node in foldable}
         kept = [label for label, names in read.items() if spoken_of.intersection(names)]
-        model, graph, notes = open_unplanned(source, _keeping(kept))
+        model, graph, notes = open_unplanned(load(source), "the model", _keeping(kept))
         placed = place(graph)
     require_matched(placed, where, strict=strict)
     without_origin(model)
@@ -143,9 +143,7 @@ def open_as_written(source: ModelProto) -> OnnxSim:
     Raises:
         FileFormatError: an encoding cannot be read.
     """
-    normal = normalize_qdq(source)
-    opened = open_qdq(at_opset(inline_functions(normal)))
-    remarks = put_back_activations(opened, sites_of_ours(as_simulated(source)))
+    normal, opened, remarks = _opened(source)
     sim = OnnxSim.from_qdq(normal, opened)
     sim.notes = Notes(remarks=remarks)
     return sim
@@ -164,13 +162,11 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
         ModelError: one tensor has two encodings, or an encoding belongs to no tensor of the float model.
         ConfigError: a rule matches nothing.
     """
-    normal = normalize_qdq(source)
-    opened = open_qdq(at_opset(inline_functions(normal)))
-    lost = put_back_activations(opened, sites_of_ours(as_simulated(source)))
+    normal, opened, lost = _opened(source)
     found = with_flags(normal, opened.encodings)
     plain, tensors = _unmarked(opened)
     lost += _as_floats(plain)
-    model, graph, notes = open_unplanned(plain, config, example, fold_batch_norm=False)
+    model, graph, notes = open_unplanned(plain, "the model", config, example, fold_batch_norm=False)
     graph = _with_names_of_the_file(graph, tensors)
     encodings = {site: replace(encoding, frozen=True) for site, encoding in found.items()}
     casts = {site: dtype_named(name) for site, name in opened.casts.items()}
@@ -183,6 +179,13 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     state = SimState(None, plan, owned_encodings(plan, encodings))
     notes = replace(notes, remarks=(*notes.remarks, remark, *lost))
     return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes)
+
+
+def _opened(source: ModelProto) -> tuple[ModelProto, UnpackedQdq, tuple[str, ...]]:
+    """Return a Q/DQ model in normal form, the same without its pairs, and remarks on what was put back there."""
+    normal = normalize_qdq(source)
+    opened = open_qdq(at_opset(inline_functions(normal)))
+    return normal, opened, put_back_activations(opened, sites_of_ours(as_simulated(source)))
 
 
 def _as_floats(model: ModelProto) -> tuple[str, ...]:

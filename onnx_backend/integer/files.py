@@ -17,8 +17,8 @@ from onnx_backend.integer.firmware.files import firmware_file, require_straight
 from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
 from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
-from onnx_backend.passes.decided_sizes import with_decided_sizes
 from onnx_backend.passes.integer_cache import has_integer_cache
+from onnx_backend.passes.static_sizes import propagate_static_sizes
 from onnx_backend.proto import model_io
 from onnx_backend.proto.inputs import open_inputs, with_shapes
 from qsdk.core.atomic_files import write_with_companions
@@ -85,7 +85,7 @@ def _converted(
     """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:
-        opened = prepare(with_decided_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
+        opened = prepare(propagate_static_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
         result = convert(opened, allow_float=allow_float, **options)
         if straight:
             require_straight(result)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
+from onnx_backend.proto.graph_queries import GraphIndex
 from onnx_backend.proto.model_io import load
-from onnx_backend.proto.nodes import MARK_DOMAIN, is_mark, rename_inputs, replace_nodes
+from onnx_backend.proto.nodes import MARK_DOMAIN, is_mark, rename_inputs, replace_nodes, retain
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.site import site_name
@@ -23,15 +23,15 @@ def untied_model(marked: ModelProto, names: Collection[str]) -> tuple[ModelProto
     The first node that reads one of these initializers keeps it, each further one reads a copy.
     """
     model = without_marks(marked)
-    stored, taken = initializers(model.graph), names_in(model.graph)
+    index = GraphIndex(model.graph)
     copies: dict[str, tuple[str, ...]] = {}
     for name in names:
         readers = [node for node in model.graph.node if name in node.input]
         made = []
         for node in readers[1:]:
             copy = TensorProto()
-            copy.CopyFrom(stored[name])
-            copy.name = unique(f"{name}/untied", taken)
+            copy.CopyFrom(index.stored[name])
+            copy.name = index.fresh(f"{name}/untied")
             made.append(copy)
             rename_inputs([node], {name: copy.name})
         model.graph.initializer.extend(made)
@@ -52,9 +52,7 @@ def without_marks(marked: ModelProto) -> ModelProto:
         for position, name in enumerate(node.output):
             node.output[position] = outputs.get(name, name)
     replace_nodes(model.graph, nodes)
-    kept = [entry for entry in model.opset_import if entry.domain != MARK_DOMAIN]
-    del model.opset_import[:]
-    model.opset_import.extend(kept)
+    retain(model.opset_import, lambda entry: entry.domain != MARK_DOMAIN)
     return model
 
 
@@ -89,16 +87,15 @@ def rotated_model(marked: ModelProto, factors: Mapping[str, Factors]) -> Rotated
         factors: name of a weight -> those of the rotation; one MatMul or Gemm alone reads the weight.
     """
     result = RotatedModel(without_marks(marked))
-    graph, taken = read_graph(result.model), names_in(result.model.graph)
-    makers = producers(result.model.graph.node)
+    graph, index = read_graph(result.model), GraphIndex(result.model.graph)
     added: dict[int, list[NodeProto]] = {}
     for name, own in factors.items():
         op_id, result.axes[name] = _reader(graph, name)
         op = graph.ops[op_id]
-        node = makers[graph.tensors[op.outputs[0]].name]
-        label = unique(f"{node.name or node.output[0]}.rotation", taken)
+        node = index.makers[graph.tensors[op.outputs[0]].name]
+        label = index.fresh(f"{node.name or node.output[0]}.rotation")
         rank = len(graph.tensors[op.inputs[0] or 0].shape or ())
-        dtype = initializers(result.model.graph)[name].data_type
+        dtype = index.stored[name].data_type
         stored = [
             _matrix(f"{label}.{place}", matrix, dtype) for place, matrix in zip(("first", "second"), own, strict=False)
         ]

@@ -1,6 +1,5 @@
 """Open a float ONNX model: everything between a user's file and the graph that planning reads."""
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
 from onnx_backend.passes.simplify import simplify
-from onnx_backend.proto.external_data import array, require_no_external_data
+from onnx_backend.proto.external_data import array, bytes_of, require_no_external_data
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.inputs import note_example
 from onnx_backend.proto.model_io import load, source_name
-from onnx_backend.proto.nodes import lift_constants, node_label
+from onnx_backend.proto.nodes import lift_constants, node_label, retain
 from onnx_backend.proto.subgraphs import all_nodes, bodies, captured_tensors, reads
 from onnx_backend.proto.weightless import Shape, Types, dtype_name, skeleton, types_of
 from onnx_backend.qdq.read import require_written
@@ -128,9 +127,7 @@ def with_fixed_inputs(model: ModelProto, values: Mapping[str, Any]) -> ModelProt
         model.graph.initializer.append(numpy_helper.from_array(_stored(declared[name], value), name))
     if values and len(values) == len(declared):
         raise ConfigError("inputs= fixes every input of the model, so it would compute one constant; leave one open")
-    left = [value for value in model.graph.input if value.name not in values]
-    del model.graph.input[:]
-    model.graph.input.extend(left)
+    retain(model.graph.input, lambda value: value.name not in values)
     return model
 
 
@@ -164,7 +161,6 @@ _QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv",
     "MatMulInteger",
     "DynamicQuantizeLinear",
 }
-_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 
 
 class QuantizedAlreadyError(ModelError):
@@ -241,22 +237,16 @@ def open_loaded(
         example: see `open_float`.
         fold_batch_norm: see `open_float`.
     """
-    model, graph, notes = _open_unplanned(model, where, config, example, fold_batch_norm)
+    model, graph, notes = open_unplanned(model, where, config, example, fold_batch_norm=fold_batch_norm)
     plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
     require_written(plan.decisions.values())
     return OpenedFloat(model, graph, with_reasons_of_file(plan, notes), notes)
 
 
 def open_unplanned(
-    source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
+    model: ModelProto, where: str, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
 ) -> tuple[ModelProto, Graph, Notes]:
-    """Open a float model as `open_float` does, without a plan; the config only names the BatchNorms that stay."""
-    return _open_unplanned(load(source), source_name(source), config, example, fold_batch_norm)
-
-
-def _open_unplanned(
-    model: ModelProto, where: str, config: QuantConfig, example: Any, fold_batch_norm: bool
-) -> tuple[ModelProto, Graph, Notes]:
+    """Open a model as `open_loaded` does, without a plan; the config only names the BatchNorms that stay."""
     try:
         return _opened(model, where, config, example, fold_batch_norm)
     except QsdkError:
@@ -339,20 +329,15 @@ def _require_whole(model: ModelProto) -> None:
             raise FileFormatError(f"the stored tensor {tensor.name!r} has a negative size; the file is damaged")
         try:
             if tensor.HasField("raw_data"):
-                _require_bytes(tensor)
+                wanted = bytes_of(tensor.data_type, tensor.dims)
+                if len(tensor.raw_data) != wanted:
+                    raise ValueError(f"{len(tensor.raw_data)} bytes where its shape {list(tensor.dims)} needs {wanted}")
             else:
                 array(tensor)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise FileFormatError(
                 f"the stored tensor {tensor.name!r} cannot be read ({error}); the file is damaged, export it again"
             ) from error
-
-
-def _require_bytes(tensor: TensorProto) -> None:
-    bits = _BITS.get(dtype_name(tensor.data_type)) or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    wanted = -(-math.prod(tensor.dims) * bits // 8)
-    if len(tensor.raw_data) != wanted:
-        raise ValueError(f"{len(tensor.raw_data)} bytes where its shape {list(tensor.dims)} needs {wanted}")
 
 
 def _require_loadable(model: ModelProto, where: str) -> None:
@@ -380,6 +365,4 @@ def _declare_outputs(model: ModelProto, types: Types) -> None:
 def _forget_shapes(model: ModelProto) -> None:
     """Remove declared shapes of inner tensors, which may be wrong, except where nothing else states their type."""
     foreign = {name for node in model.graph.node if node.domain not in ("", "ai.onnx") for name in node.output}
-    kept = [value for value in model.graph.value_info if value.name in foreign]
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(kept)
+    retain(model.graph.value_info, lambda value: value.name in foreign)

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.passes.decided_sizes import store_shapes
 from onnx_backend.passes.simplify import simplify
+from onnx_backend.passes.static_sizes import store_shapes
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.weightless import is_large

@@ -6,13 +6,13 @@ or ends at 0, a Relu or Clip in front of the pair changes no code, and neither d
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
+from onnx_backend.proto.graph_queries import GraphIndex
 from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq.graph_editor import array_type, type_of_mark
 from onnx_backend.qdq.marks import UnpackedQdq
@@ -74,18 +74,19 @@ def put_back_activations(opened: UnpackedQdq, ours: Collection[str]) -> tuple[st
 
 def _bounds(opened: UnpackedQdq, ours: Collection[str]) -> tuple[dict[str, Interval], list[str]]:
     """Return site -> what has to be put back there, and the sites where something unknown may be missing."""
-    stored, readers = initializers(opened.model.graph), consumers(opened.model.graph.node)
-    fixed = {*stored, *(value.name for value in opened.model.graph.input)}
+    index = GraphIndex(opened.model.graph)
+    fixed = {*index.stored, *(value.name for value in opened.model.graph.input)}
     known: dict[str, Interval] = {}
     bounds: dict[str, Interval] = {}
     unclear = []
     for node in opened.model.graph.node:
-        found = _interval(node, known, stored)
+        found = _interval(node, known, index.stored)
         site = str(attributes(node)["key"]) if is_mark(node) else ""
         encoding = opened.encodings.get(site)
-        needless = (
-            site in ours or fixed.intersection(node.input[:1]) or _clipped_behind(readers.get(node.output[0], []))
-        )
+        readers = index.readers.get(node.output[0], [])
+        # the activation function may still be there, behind a pair of its own (onnxruntime keeps some so)
+        clipped_behind = bool(readers) and all(reader.op_type in ("Relu", "Clip") for reader in readers)
+        needless = site in ours or fixed.intersection(node.input[:1]) or clipped_behind
         if encoding is not None and encoding.dtype.is_integer and not needless:
             low, high = _clipped_by(encoding)
             inside = max(low, found[0]), min(high, found[1])
@@ -97,11 +98,6 @@ def _bounds(opened: UnpackedQdq, ours: Collection[str]) -> tuple[dict[str, Inter
                 unclear.append(site)
         known |= dict.fromkeys(filter(None, node.output), found)
     return bounds, unclear
-
-
-def _clipped_behind(readers: Sequence[NodeProto]) -> bool:
-    """Return True if the activation function is still there, behind a pair of its own (onnxruntime keeps them so)."""
-    return bool(readers) and all(node.op_type in ("Relu", "Clip") for node in readers)
 
 
 def _interval(node: NodeProto, known: Mapping[str, Interval], stored: Mapping[str, TensorProto]) -> Interval:
@@ -146,8 +142,7 @@ def _ends_round(encoding: Encoding) -> bool:
 
 def _insert(model: ModelProto, bounds: Mapping[str, Interval]) -> None:
     """Insert the ops in front of the marks; where nothing else reads a tensor, its name goes to the op's result."""
-    readers, taken = consumers(model.graph.node), names_in(model.graph)
-    outputs = {value.name for value in model.graph.output}
+    index = GraphIndex(model.graph)
     sites = {id(node): str(attributes(node)["key"]) for node in model.graph.node if is_mark(node)}
     made: dict[tuple[str, Interval], str] = {}
     renamed: dict[str, str] = {}
@@ -159,12 +154,13 @@ def _insert(model: ModelProto, bounds: Mapping[str, Interval]) -> None:
             continue
         source = node.input[0]
         if (source, wanted) not in made:
-            alone = source not in outputs and all(bounds.get(sites.get(id(n), "")) == wanted for n in readers[source])
-            result = source if alone else unique(f"{source}/clipped", taken)
+            readers = index.readers[source]
+            alone = source not in index.outputs and all(bounds.get(sites.get(id(n), "")) == wanted for n in readers)
+            result = source if alone else index.fresh(f"{source}/clipped")
             if alone:
-                renamed[source] = unique(f"{source}/before_activation", taken)
+                renamed[source] = index.fresh(f"{source}/before_activation")
             made[source, wanted] = result
-            nodes.append(_op(model, renamed.get(source, source), result, wanted, type_of_mark(node), taken))
+            nodes.append(_op(index, renamed.get(source, source), result, wanted, type_of_mark(node)))
         rename_inputs([node], {source: made[source, wanted]})
         nodes.append(node)
     for node in model.graph.node:
@@ -173,12 +169,12 @@ def _insert(model: ModelProto, bounds: Mapping[str, Interval]) -> None:
     replace_nodes(model.graph, nodes)
 
 
-def _op(model: ModelProto, source: str, result: str, bounds: Interval, tensor_type: str, taken: set[str]) -> NodeProto:
-    name = unique(f"{result}/activation", taken)
+def _op(index: GraphIndex, source: str, result: str, bounds: Interval, tensor_type: str) -> NodeProto:
+    name = index.fresh(f"{result}/activation")
     if bounds == _POSITIVE:
         return helper.make_node("Relu", [source], [result], name)
     inputs = [source]
     for end, value in zip(("low", "high"), bounds, strict=True):
-        inputs.append(unique(f"{name}/{end}", taken))
-        model.graph.initializer.append(numpy_helper.from_array(np.array(value, array_type(tensor_type)), inputs[-1]))
+        inputs.append(index.fresh(f"{name}/{end}"))
+        index.graph.initializer.append(numpy_helper.from_array(np.array(value, array_type(tensor_type)), inputs[-1]))
     return helper.make_node("Clip", inputs, [result], name)

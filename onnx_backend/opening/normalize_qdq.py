@@ -17,16 +17,17 @@ from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.passes.integer_cache import with_float_cache
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers, names_in, nodes_reaching, producers, unique
-from onnx_backend.proto.model_io import load
+from onnx_backend.proto.graph_queries import GraphIndex, initializers, nodes_reaching, producers, unique
 from onnx_backend.proto.nodes import (
     attributes,
+    copied,
     drop_unused_initializers,
     lift_constants,
     metadata,
     node_label,
     rename_inputs,
     replace_nodes,
+    retain,
     set_metadata,
 )
 from onnx_backend.proto.opsets import OPSET, opset_of
@@ -73,21 +74,19 @@ def rewrite_foreign_pairs(model: ModelProto) -> None:
     Raises:
         FileFormatError: an encoding cannot be read; names the node.
     """
-    graph = model.graph
-    pairs = list(_pairs(model))
-    taken = names_in(graph)
+    graph, index = model.graph, GraphIndex(model.graph)
+    pairs = list(_pairs(index))
     first_pairs: dict[str, list[_Pair]] = {}  # tensor -> the first pair of each encoding
     replacements: dict[str, list[NodeProto]] = {}  # output of a foreign DequantizeLinear -> its new nodes
     renamed: dict[str, str] = {}
-    outputs = {value.name for value in graph.output}
-    for index, pair in enumerate(pairs):
+    for number, pair in enumerate(pairs):
         output = pair.dequantize.output[0]
         known = first_pairs.setdefault(pair.source, [])
         first = next((other for other in known if other.encoding == pair.encoding), None)
         if first is None:
             known.append(pair)
-            replacements[output] = _pair_nodes(model, pair, f"#{index}", taken)
-        elif output in outputs:
+            replacements[output] = _pair_nodes(index, pair, f"#{number}")
+        elif output in index.outputs:
             replacements[output] = [
                 helper.make_node("Identity", [first.dequantize.output[0]], [output], node_label(pair.dequantize))
             ]
@@ -99,18 +98,16 @@ def rewrite_foreign_pairs(model: ModelProto) -> None:
         for fresh in replacements.get(next(iter(node.output), ""), [node]):
             rename_inputs([fresh], renamed)
             nodes.append(fresh)
-    replace_nodes(graph, nodes_reaching(nodes, outputs))
+    replace_nodes(graph, nodes_reaching(nodes, index.outputs))
     drop_unused_initializers(graph)
     still_computed = {name for node in graph.node for name in node.output}
-    declared = [value for value in graph.value_info if value.name in still_computed]  # codes may be floats now
-    del graph.value_info[:]
-    graph.value_info.extend(declared)
+    retain(graph.value_info, lambda value: value.name in still_computed)  # codes may be floats now
     _name_sites(model)
 
 
-def _pairs(model: ModelProto) -> Iterator[_Pair]:
-    stored, makers = initializers(model.graph), producers(model.graph.node)
-    for node in model.graph.node:
+def _pairs(index: GraphIndex) -> Iterator[_Pair]:
+    stored, makers = index.stored, index.makers
+    for node in index.graph.node:
         if not is_foreign(node):
             continue
         quantize, clip = makers.get(node.input[0]), None
@@ -148,12 +145,12 @@ def _dtype_of_clip(clip: NodeProto, encoding: Encoding, stored: Mapping[str, Ten
     )
 
 
-def _pair_nodes(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
+def _pair_nodes(index: GraphIndex, pair: _Pair, site: str) -> list[NodeProto]:
     """Return the nodes of `insert` for a pair, under a provisional site name."""
-    stored, encoding = initializers(model.graph), pair.encoding
-    if pair.source not in stored:
-        return _activation(model, pair, site, taken)
-    codes = array(stored[pair.source])
+    encoding = pair.encoding
+    if pair.source not in index.stored:
+        return _activation(index, pair, site)
+    codes = array(index.stored[pair.source])
     if pair.quantize is not None:
         codes = encoding.quantize(codes)
     values = encoding.dequantize(codes)
@@ -162,32 +159,32 @@ def _pair_nodes(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> l
         # no float32 represents an int32 beyond 2^24: the node is kept as it is, and its tensor has no site
         set_metadata(pair.dequantize, kept="its codes have no float32")
         return [pair.dequantize]
-    name = unique(f"{pair.source.removesuffix('_quantized')}_quantized", taken)
-    model.graph.initializer.append(numpy_helper.from_array(again.astype(storage_type(encoding.dtype)), name))
+    name = index.fresh(f"{pair.source.removesuffix('_quantized')}_quantized")
+    index.graph.initializer.append(numpy_helper.from_array(again.astype(storage_type(encoding.dtype)), name))
     # in float32, where no value of the tensor's own type stands for a code (of an int32 bias)
     exact = exact_in(pair.tensor_type, encoding, again) is not None
-    return _dequantized(model, pair if exact else replace(pair, written_as=FLOAT32), name, site, taken)
+    return _dequantized(index, pair if exact else replace(pair, written_as=FLOAT32), name, site)
 
 
-def _dequantized(model: ModelProto, pair: _Pair, codes: str, site: str, taken: set[str]) -> list[NodeProto]:
+def _dequantized(index: GraphIndex, pair: _Pair, codes: str, site: str) -> list[NodeProto]:
     """Return the DequantizeLinear of a pair, and the Cast of its result to the type that it had, where it needs one."""
     output = pair.dequantize.output[0]
     if pair.written_as == pair.tensor_type:
-        return [_node(model, pair, "DequantizeLinear", codes, output, site, taken)]
-    wide = unique(f"{output}/float32", taken)
+        return [_node(index, pair, "DequantizeLinear", codes, output, site)]
+    wide = index.fresh(f"{output}/float32")
     return [
-        _node(model, pair, "DequantizeLinear", codes, wide, site, taken),
-        _cast(wide, output, pair.tensor_type, site, taken),
+        _node(index, pair, "DequantizeLinear", codes, wide, site),
+        _cast(wide, output, pair.tensor_type, site, index),
     ]
 
 
-def _cast(source: str, output: str, tensor_type: str, site: str, taken: set[str]) -> NodeProto:
-    cast = helper.make_node("Cast", [source], [output], unique(f"{output}/cast", taken), to=FLOAT_CODES[tensor_type])
+def _cast(source: str, output: str, tensor_type: str, site: str, index: GraphIndex) -> NodeProto:
+    cast = helper.make_node("Cast", [source], [output], index.fresh(f"{output}/cast"), to=FLOAT_CODES[tensor_type])
     set_metadata(cast, cast_of=site)
     return cast
 
 
-def _activation(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
+def _activation(index: GraphIndex, pair: _Pair, site: str) -> list[NodeProto]:
     encoding, source, nodes = pair.encoding, pair.source, []
     if encoding.dtype.narrows_container and encoding.axis is not None:
         raise FileFormatError(
@@ -195,37 +192,35 @@ def _activation(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> l
             "written again; make it per tensor"
         )
     if pair.written_as != pair.tensor_type:
-        wide = unique(f"{source}/float32", taken)
-        nodes.append(_cast(source, wide, FLOAT32, site, taken))
+        wide = index.fresh(f"{source}/float32")
+        nodes.append(_cast(source, wide, FLOAT32, site, index))
         source = wide
     if encoding.dtype.narrows_container:
-        bounds = [unique(f"{source}/{end}", taken) for end in ("low", "high")]
+        bounds = [index.fresh(f"{source}/{end}") for end in ("low", "high")]
         for name, value in zip(bounds, (encoding.low, encoding.high), strict=True):
             typed = value.reshape(()).astype(array_type(pair.written_as))
-            model.graph.initializer.append(numpy_helper.from_array(typed, name))
-        clipped = unique(f"{source}/clipped", taken)
-        nodes.append(helper.make_node("Clip", [source, *bounds], [clipped], unique(f"{clipped}/clip", taken)))
+            index.graph.initializer.append(numpy_helper.from_array(typed, name))
+        clipped = index.fresh(f"{source}/clipped")
+        nodes.append(helper.make_node("Clip", [source, *bounds], [clipped], index.fresh(f"{clipped}/clip")))
         set_metadata(nodes[-1], site=site)
         source = clipped
-    codes = unique(f"{pair.source}/codes", taken)
-    nodes.append(_node(model, pair, "QuantizeLinear", source, codes, site, taken))
-    return [*nodes, *_dequantized(model, pair, codes, site, taken)]
+    codes = index.fresh(f"{pair.source}/codes")
+    nodes.append(_node(index, pair, "QuantizeLinear", source, codes, site))
+    return [*nodes, *_dequantized(index, pair, codes, site)]
 
 
-def _node(
-    model: ModelProto, pair: _Pair, op_type: str, source: str, output: str, site: str, taken: set[str]
-) -> NodeProto:
+def _node(index: GraphIndex, pair: _Pair, op_type: str, source: str, output: str, site: str) -> NodeProto:
     encoding, old = pair.encoding, pair.dequantize if op_type == "DequantizeLinear" else pair.quantize
     assert old is not None
     shape = () if encoding.axis is None else encoding.scale.shape
     typed = encoding.zero_point.astype(storage_type(encoding.dtype))
     inputs = [source]
     for name, value in (("scale", encoding.scale.astype(array_type(pair.written_as))), ("zero_point", typed)):
-        inputs.append(unique(f"{output}/{name}", taken))
-        model.graph.initializer.append(numpy_helper.from_array(value.reshape(shape), inputs[-1]))
+        inputs.append(index.fresh(f"{output}/{name}"))
+        index.graph.initializer.append(numpy_helper.from_array(value.reshape(shape), inputs[-1]))
     options: dict[str, Any] = {} if encoding.axis is None else {"axis": encoding.axis}
     options |= {} if encoding.block_size is None else {"block_size": encoding.block_size}
-    node = helper.make_node(op_type, inputs, [output], old.name or unique(f"{output}/{op_type}", taken), **options)
+    node = helper.make_node(op_type, inputs, [output], old.name or index.fresh(f"{output}/{op_type}"), **options)
     set_metadata(node, site=site, dtype=encoding.dtype.name)
     return node
 
@@ -296,7 +291,7 @@ def normalize_qdq(model: ModelProto) -> ModelProto:
     if not _is_foreign(model):
         return model
     require_known_opset(model)
-    result = inline_functions(load(model))
+    result = inline_functions(copied(model))
     lift_constants(result)
     canonicalize(result)
     result, _ = raise_opset(result, None)
@@ -336,9 +331,7 @@ def _to_standard_domain(model: ModelProto) -> None:
         if node.domain == _RUNTIME and node.op_type in _PAIR:
             node.domain = ""
     if not any(node.domain == _RUNTIME for node in all_nodes(model.graph.node)):
-        kept = [entry for entry in model.opset_import if entry.domain != _RUNTIME]
-        del model.opset_import[:]
-        model.opset_import.extend(kept)
+        retain(model.opset_import, lambda entry: entry.domain != _RUNTIME)
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------

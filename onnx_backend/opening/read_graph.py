@@ -24,6 +24,7 @@ from onnx_backend.proto.nodes import (
     node_label,
     rename_inputs,
     replace_nodes,
+    retain,
 )
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies, reads
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
@@ -159,9 +160,7 @@ def _without_marks(model: ModelProto, stripped: _Stripped) -> ModelProto:
     rename_inputs(plain.graph.node, stripped.alias)
     for value in plain.graph.output:
         value.name = stripped.name(value.name)
-    kept = [entry for entry in plain.opset_import if entry.domain != MARK_DOMAIN]
-    del plain.opset_import[:]
-    plain.opset_import.extend(kept)
+    retain(plain.opset_import, lambda entry: entry.domain != MARK_DOMAIN)
     return plain
 
 

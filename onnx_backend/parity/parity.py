@@ -11,7 +11,7 @@ from onnx_backend.parity.cuts import find_cuts
 from onnx_backend.parity.float_outputs import NoisyRuns, Verdict, free_outputs, unexplained, verdict
 from onnx_backend.parity.teacher import RunOn, Teacher, raw_inputs
 from onnx_backend.parity.written import ExpectedModel, compare_encodings, compare_stored, compare_written
-from onnx_backend.passes.decided_sizes import constant_sites
+from onnx_backend.passes.static_sizes import constant_sites
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.narrow_regions import as_simulated

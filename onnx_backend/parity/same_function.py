@@ -16,8 +16,9 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import says_zero
 from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, is_stub
-from onnx_backend.proto.nodes import attributes, is_constant, metadata, node_label, says_zero
+from onnx_backend.proto.nodes import attributes, is_constant, metadata, node_label
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.qdq.read import LITERAL_KEY

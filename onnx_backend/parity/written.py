@@ -16,7 +16,7 @@ from onnx_backend.calibration.stored_tensors import stored_names
 from onnx_backend.lower import lower
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
-from onnx_backend.passes.decided_sizes import leave_out
+from onnx_backend.passes.static_sizes import leave_out
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.inputs import open_inputs

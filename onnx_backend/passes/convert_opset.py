@@ -13,7 +13,15 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
-from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, node_label, replace_nodes
+from onnx_backend.proto.nodes import (
+    attributes,
+    constant_tensor,
+    copied,
+    is_constant,
+    node_label,
+    replace_nodes,
+    set_attributes,
+)
 from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of, require_loadable_opset, stamp
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
 from onnx_backend.proto.weightless import refill, skeleton
@@ -58,8 +66,7 @@ def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[
         return model, ()
     original = None
     if fits_one_message(model):  # else neither can be run from memory, and a copy is dear
-        original = ModelProto()
-        original.CopyFrom(model)
+        original = copied(model)
     fixes = _fixes(current)
     if fixes:
         _rewrite(model.graph, fixes, names_in(model.graph))
@@ -163,7 +170,4 @@ def _make_resizes_asymmetric(graph: GraphProto) -> None:
             modes["nearest_mode"] = "floor" if up else "ceil"
             if not up and not down:
                 continue
-        kept = [attribute for attribute in node.attribute if attribute.name not in modes]
-        del node.attribute[:]
-        node.attribute.extend(kept)
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in modes.items())
+        set_attributes(node, modes)

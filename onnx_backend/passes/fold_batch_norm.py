@@ -14,7 +14,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import FLOATS, array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
+from onnx_backend.proto.graph_queries import GraphIndex, initializers
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, node_label, replace_nodes
 from onnx_backend.proto.weightless import Types
 from qsdk.core.config.config import QuantConfig
@@ -86,15 +86,12 @@ class _LinearLayer:
         return self.add or self.node
 
 
-class _Folding:
+class _Folding(GraphIndex):
     """The model while BatchNorms are folded into it."""
 
     def __init__(self, model: ModelProto, types: Types) -> None:
-        self.graph, self.types = model.graph, types
-        self.stored = initializers(self.graph)
-        self.makers, self.readers = producers(self.graph.node), consumers(self.graph.node)
-        self.outputs = {value.name for value in self.graph.output}
-        self.taken = names_in(self.graph)
+        super().__init__(model.graph)
+        self.types = types
         self.dropped: set[str] = set()  # outputs of nodes that are gone
         self.renamed: dict[str, str] = {}
         self.norms: dict[str, FoldedNorm] = {}
@@ -131,14 +128,14 @@ class _Folding:
         made = next(name for name in add.input if name != constant)
         node = self.makers.get(made)
         known = self.types.get(made, ("", None))[1]
-        if node is None or node.op_type not in LINEAR or known is None or self._read_elsewhere(made):
+        if node is None or node.op_type not in LINEAR or known is None or not self.is_read_once(made):
             return False
         weight = self.stored.get(node.input[1])
         value = None if weight is None else _per_channel(node, self.stored[constant], weight, len(known))
         if weight is None or value is None:
             return False
         if node.op_type == "MatMul":  # with its Add it is one layer, if the constant has one axis
-            if not self._read_elsewhere(constant):
+            if self.is_read_once(constant):
                 self.stored[constant].dims[:] = [value.size]
             return False
         layer = _LinearLayer(node)
@@ -169,7 +166,7 @@ class _Folding:
         if maker.op_type == "Add":
             head = next((self.makers[n] for n in maker.input if n in self.makers), None)
             bias = next((n for n in maker.input if n in self.stored), None)
-            if head is None or bias is None or head.op_type != "MatMul" or self._read_elsewhere(head.output[0]):
+            if head is None or bias is None or head.op_type != "MatMul" or not self.is_read_once(head.output[0]):
                 return None
             return _LinearLayer(head, maker)
         return _LinearLayer(maker) if maker.op_type in LINEAR else None
@@ -179,17 +176,14 @@ class _Folding:
         is_layer = len(readers) == 1 and readers[0].op_type in LINEAR and readers[0].input[0] == norm.output[0]
         return _LinearLayer(readers[0]) if is_layer else None
 
-    def _read_elsewhere(self, tensor: str) -> bool:
-        return tensor in self.outputs or len(self.readers.get(tensor, [])) != 1
-
     def _obstacle(self, layer: _LinearLayer, norm: NodeProto, factor: Array) -> str:
         """Return why a BatchNorm cannot be folded into the layer before it, or ""."""
-        if self._read_elsewhere(norm.input[0]):
+        if not self.is_read_once(norm.input[0]):
             return f"the result of {node_label(layer.node)} is also read elsewhere"
         return self._weight_obstacle(layer, factor, norm.input[0])
 
     def _obstacle_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array) -> str:
-        if self._read_elsewhere(norm.output[0]):
+        if not self.is_read_once(norm.output[0]):
             return f"its result is also read elsewhere than by {node_label(layer.node)}"
         facts = attributes(layer.node)
         if layer.node.op_type == "ConvTranspose":
@@ -210,7 +204,7 @@ class _Folding:
             parameters.append(next(n for n in layer.add.input if n in self.stored))
         if any(name not in self.stored for name in parameters):
             return f"the weight of {node_label(node)} is computed"
-        if self._read_elsewhere(weight):
+        if not self.is_read_once(weight):
             others = [node_label(reader) for reader in self.readers.get(weight, []) if reader is not node]
             return f"{node_label(node)} shares its weight with {others[0] if others else 'an output'}"
         if any(self.stored[name].data_type not in FLOATS for name in parameters):
@@ -238,7 +232,8 @@ class _Folding:
         weight = array(self.stored[node.input[1]]).astype(np.float64)
         # the bias is added after alpha, so that alpha stays as it is
         bias = self._bias(layer, factor.size) * factor + shift
-        folded = weight * _factor_view(node, weight.shape, factor)
+        grouped = weight.reshape(_grouped(node, weight.shape)[1])
+        folded = (grouped * _along(node, weight.shape, factor, inputs=False)).reshape(weight.shape)
         if not self._holds(node, folded, bias):
             return _TOO_LARGE.format(node_label(node))
         self._replace_weight(node, folded, bias, layer)
@@ -260,14 +255,16 @@ class _Folding:
         node = layer.node
         facts = attributes(node)
         weight = array(self.stored[node.input[1]]).astype(np.float64)
-        scaled, moved = _input_views(node, weight.shape, factor), _input_views(node, weight.shape, shift)
-        axes = _input_axes(node, weight.ndim)
+        grouped = weight.reshape(_grouped(node, weight.shape)[1])
+        scaled, moved = (_along(node, weight.shape, values, inputs=True) for values in (factor, shift))
+        axes = (_input_axis(node), *range(3, grouped.ndim))
         alpha = float(facts.get("alpha", 1.0)) if node.op_type == "Gemm" else 1.0
-        added = (weight * moved).sum(axis=axes) * alpha
+        added = (grouped * moved).sum(axis=axes) * alpha
         bias = self._bias(layer, _channels(node, weight.shape, inputs=False)) + added.reshape(-1)
-        if not self._holds(node, weight * scaled, bias):
+        folded = (grouped * scaled).reshape(weight.shape)
+        if not self._holds(node, folded, bias):
             return _TOO_LARGE.format(node_label(node))
-        self._replace_weight(node, weight * scaled, bias, layer)
+        self._replace_weight(node, folded, bias, layer)
         node.input[0] = norm.input[0]
         self.readers[norm.input[0]] = [node if r is norm else r for r in self.readers[norm.input[0]]]
         self.gone |= dict.fromkeys((norm.output[0], f"{node_label(norm)}:output"), f"{node_label(node)}:output")
@@ -305,7 +302,7 @@ class _Folding:
 
     def _store(self, value: Array, name: str, reader: NodeProto, data_type: int) -> str:
         """Store a folded tensor under a name of its own, since the old one may have other readers; rounded once."""
-        fresh = unique(f"{name}_folded", self.taken)
+        fresh = self.fresh(f"{name}_folded")
         typed = np.ascontiguousarray(value).astype(helper.tensor_dtype_to_np_dtype(data_type))
         self.graph.initializer.append(numpy_helper.from_array(typed, fresh))
         self.stored[fresh] = self.graph.initializer[-1]
@@ -316,7 +313,7 @@ class _Folding:
     def _drop(self, norm: NodeProto, *, keep_output: bool) -> None:
         """Mark a folded node as removed; its own output may be another node's now."""
         if keep_output:
-            norm.output[0] = unique(f"{norm.output[0]}/folded", self.taken)
+            norm.output[0] = self.fresh(f"{norm.output[0]}/folded")
         self.dropped.add(norm.output[0])
 
 
@@ -344,40 +341,24 @@ def _folded_norm(mean: Array, std: Array, *, before: bool = False) -> FoldedNorm
 
 def _channels(node: NodeProto, shape: Sequence[int], *, inputs: bool) -> int:
     """Return the number of input or output channels of a layer's stored weight."""
-    facts = attributes(node)
-    groups = int(facts.get("group", 1))
-    if node.op_type == "Conv":
-        return int(shape[1]) * groups if inputs else int(shape[0])
-    if node.op_type == "ConvTranspose":
-        return int(shape[0]) if inputs else int(shape[1]) * groups
-    transposed = node.op_type == "Gemm" and bool(facts.get("transB", 0))
-    return int(shape[1 if transposed == inputs else 0])
+    groups, rest = _grouped(node, shape)
+    return groups * rest[_input_axis(node) if inputs else 3 - _input_axis(node)]
 
 
-def _factor_view(node: NodeProto, shape: Sequence[int], factor: Array) -> Array:
-    """Return one factor per output channel, shaped so that it multiplies the stored weight."""
-    facts = attributes(node)
-    if node.op_type == "Conv":
-        return factor.reshape(-1, *[1] * (len(shape) - 1))
-    if node.op_type == "ConvTranspose":
-        # stored [in, out / groups, ...]: rows of group g carry that group's output channels
-        groups = int(facts.get("group", 1))
-        rows = np.repeat(factor.reshape(groups, 1, -1), shape[0] // groups, axis=1)
-        return rows.reshape(shape[0], shape[1], *[1] * (len(shape) - 2))
-    return factor.reshape(-1, 1) if node.op_type == "Gemm" and facts.get("transB", 0) else factor.reshape(1, -1)
+def _grouped(node: NodeProto, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the number of groups of a layer, and the shape of its weight with an axis of groups in front."""
+    groups = int(attributes(node).get("group", 1))
+    return groups, (groups, int(shape[0]) // groups, *map(int, shape[1:]))
 
 
-def _input_views(node: NodeProto, shape: Sequence[int], values: Array) -> Array:
-    """Return one value per input channel, shaped so that it multiplies the stored weight of a Conv or Gemm."""
-    facts = attributes(node)
-    if node.op_type == "Gemm":
-        return values.reshape(1, -1) if facts.get("transB", 0) else values.reshape(-1, 1)
-    groups = int(facts.get("group", 1))
-    rows = np.repeat(values.reshape(groups, 1, -1), shape[0] // groups, axis=1)
-    return rows.reshape(shape[0], shape[1], *[1] * (len(shape) - 2))
+def _input_axis(node: NodeProto) -> int:
+    """Return the axis of input channels of a weight with an axis of groups in front: 1 or 2; the other has outputs."""
+    transposed = node.op_type == "Gemm" and bool(attributes(node).get("transB", 0))
+    return 2 if transposed or node.op_type == "Conv" else 1
 
 
-def _input_axes(node: NodeProto, rank: int) -> tuple[int, ...]:
-    if node.op_type == "Gemm":
-        return (1,) if attributes(node).get("transB", 0) else (0,)
-    return tuple(range(1, rank))
+def _along(node: NodeProto, shape: Sequence[int], values: Array, *, inputs: bool) -> Array:
+    """Return one value per input or output channel, shaped so that it multiplies the weight `_grouped` views."""
+    groups, grouped = _grouped(node, shape)
+    axis = _input_axis(node) if inputs else 3 - _input_axis(node)
+    return values.reshape(groups, *(grouped[axis] if at == axis else 1 for at in range(1, len(grouped))))

@@ -9,9 +9,12 @@ from collections.abc import Collection, Mapping
 
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, nodes_reaching, producers, unique
-from onnx_backend.proto.model_io import load, set_properties
-from onnx_backend.proto.nodes import drop_unused_initializers, metadata, rename_inputs, replace_nodes
+from onnx_backend.proto.graph_queries import (
+    GraphIndex,
+    nodes_reaching,
+)
+from onnx_backend.proto.model_io import set_properties
+from onnx_backend.proto.nodes import copied, drop_unused_initializers, metadata, rename_inputs, replace_nodes, retain
 from onnx_backend.qdq.read import quantized_code
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
@@ -42,24 +45,23 @@ def take_integer_cache(model: ModelProto, edges: Collection[str]) -> None:
             "cache='integer': the model takes and gives back no keys and values; choose kv_cache='int8' in the config, "
             "or give quantize an example of a step, with past_key_values"
         )
-    graph, taken = model.graph, names_in(model.graph)
-    made_by, read, stored = producers(graph.node), consumers(graph.node), initializers(graph)
+    graph, index = model.graph, GraphIndex(model.graph)
     renamed: dict[str, str] = {}
     for info in (info for info in graph.output if info.name in edges):
-        pair, quantize = _pair_before(made_by, info.name)
+        pair, quantize = _pair_before(index.makers, info.name)
         if pair is None or quantize is None or quantize.output[0] in renamed:
             raise _not_quantized("output", info.name)
-        _set_type(info, quantized_code(quantize, stored))
-        if pair.output[0] == info.name and info.name not in read:
+        _set_type(info, quantized_code(quantize, index.stored))
+        if pair.output[0] == info.name and info.name not in index.readers:
             quantize.metadata_props.extend(pair.metadata_props)  # the pair goes, and its site is still to be read
-        renamed |= {info.name: unique(f"{info.name}/dequantized", taken), quantize.output[0]: info.name}
+        renamed |= {info.name: index.fresh(f"{info.name}/dequantized"), quantize.output[0]: info.name}
     _rename(model, renamed)
     taken_in: dict[str, str] = {}
     for info in (info for info in graph.input if info.name in edges):
-        quantizes = _quantizes_behind(read, info.name)
+        quantizes = _quantizes_behind(index.readers, info.name)
         if not quantizes:
             raise _not_quantized("input", info.name)
-        _set_type(info, quantized_code(quantizes[0], stored))
+        _set_type(info, quantized_code(quantizes[0], index.stored))
         taken_in |= {node.output[0]: info.name for node in quantizes}
     replace_nodes(graph, [node for node in graph.node if node.output[0] not in taken_in])
     rename_inputs(graph.node, taken_in)
@@ -75,28 +77,29 @@ def with_float_cache(model: ModelProto) -> ModelProto:
     """
     if not has_integer_cache(model):
         return model
-    result = load(model)
-    graph, taken = result.graph, names_in(result.graph)
-    made_by, read, stored = producers(graph.node), consumers(graph.node), initializers(graph)
+    result = copied(model)
+    graph, index = result.graph, GraphIndex(result.graph)
     first: list[NodeProto] = []
     last: list[NodeProto] = []
     renamed: dict[str, str] = {}
     for info in (info for info in graph.input if info.type.tensor_type.elem_type in _CODES):
-        pair = next((node for node in read.get(info.name, ()) if node.op_type == "DequantizeLinear"), None)
+        pair = next((node for node in index.readers.get(info.name, ()) if node.op_type == "DequantizeLinear"), None)
         if pair is not None:
-            codes = unique(f"{info.name}/quantized", taken)
-            rename_inputs([node for node in read[info.name] if node.op_type not in SHAPE_OPS], {info.name: codes})
+            codes = index.fresh(f"{info.name}/quantized")
+            rename_inputs(
+                [node for node in index.readers[info.name] if node.op_type not in SHAPE_OPS], {info.name: codes}
+            )
             first.append(_of_pair(pair, "QuantizeLinear", info.name, codes))
             if len(pair.input) < 3:
                 first[-1].attribute.append(helper.make_attribute("output_dtype", info.type.tensor_type.elem_type))
-            info.type.tensor_type.elem_type = stored[pair.input[1]].data_type
+            info.type.tensor_type.elem_type = index.stored[pair.input[1]].data_type
     for info in (info for info in graph.output if info.type.tensor_type.elem_type in _CODES):
-        quantize = made_by.get(info.name)
+        quantize = index.makers.get(info.name)
         if quantize is None or quantize.op_type != "QuantizeLinear":
             continue
-        codes = renamed[info.name] = unique(f"{info.name}/quantized", taken)
-        info.type.tensor_type.elem_type = stored[quantize.input[1]].data_type
-        pair = next((node for node in read.get(info.name, ()) if node.op_type == "DequantizeLinear"), None)
+        codes = renamed[info.name] = index.fresh(f"{info.name}/quantized")
+        info.type.tensor_type.elem_type = index.stored[quantize.input[1]].data_type
+        pair = next((node for node in index.readers.get(info.name, ()) if node.op_type == "DequantizeLinear"), None)
         if pair is not None:
             renamed[pair.output[0]] = info.name
         else:
@@ -171,6 +174,4 @@ def _finish(model: ModelProto) -> None:
     replace_nodes(graph, nodes_reaching(graph.node, {info.name for info in graph.output}))
     drop_unused_initializers(graph)
     inner = {name for node in graph.node for name in node.output} - {info.name for info in graph.output}
-    kept = [value for value in graph.value_info if value.name in inner]
-    del graph.value_info[:]
-    graph.value_info.extend(kept)
+    retain(graph.value_info, lambda value: value.name in inner)

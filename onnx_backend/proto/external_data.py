@@ -2,23 +2,33 @@
 
 Inside this process an opened model refers to a large weight by the absolute path of its file, with a stamp of its
 state. A file that is no longer the same is refused, so that a sim never mixes the weights of two models.
+
+An exported model has its weights in a file that is named by its content, so that an old model keeps its own. It records
+the size and the hashes of that file: opening checks the size and a sample of the pages, which finds a file that is cut
+short or another model's in milliseconds; `whole` reads everything, for single bits.
 """
 
+import hashlib
+import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.proto.subgraphs import all_nodes, bodies
+from onnx_backend.proto.nodes import metadata
+from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import is_large
 from qsdk.core.errors import FileFormatError
 
+DATA_KEY = "qsdk.data"
 INLINE = 2**20  # bytes of a weight that is read at once
 #: of types that are packed
 BITS: Mapping[int, int] = {
@@ -27,20 +37,15 @@ BITS: Mapping[int, int] = {
 }
 #: the float types of tensors
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+_PAGE, _PAGES = 4096, 4096  # a sample; a file of up to 16 MiB is read whole
 _STAMP = "qsdk.stamp"
 _PROCESS = secrets.token_hex(16)  # so that no file can forge a stamp of this process
 
 
 def read_external_data(model: ModelProto, path: Path, *, inline: int = INLINE) -> None:
-    """Resolve the external tensors of the model that was read from `path`, in place.
+    """Resolve the external tensors of the model that was read from `path`, in place; a bad place is refused.
 
-    Args:
-        model: as parsed from `path`.
-        path: of the model.
-        inline: weights of up to so many bytes are read; a larger one stays in its file until `external_array`.
-
-    Raises:
-        FileFormatError: a file is missing, too short, or outside the model's folder; names the tensor.
+    Weights of up to `inline` bytes are read; a larger one stays in its file until `external_array`.
     """
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL and is_large(tensor.dims):
@@ -48,23 +53,27 @@ def read_external_data(model: ModelProto, path: Path, *, inline: int = INLINE) -
             # a tensor of another length than its shape needs is read, so that the check of stored tensors names it
             if length > inline and length == bytes_of(tensor.data_type, tensor.dims):
                 refer(tensor, file, offset, length)
-    for tensor in _tensors(model):
-        if tensor.data_location == TensorProto.EXTERNAL and not is_reference(tensor):
-            file, offset, length = _place(tensor, path)
-            with file.open("rb") as opened:
-                opened.seek(offset)
-                tensor.raw_data = opened.read(length)
-            tensor.ClearField("data_location")
-            del tensor.external_data[:]
+    for tensor in _elsewhere(model):
+        file, offset, length = _place(tensor, path)
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            tensor.raw_data = opened.read(length)
+        tensor.ClearField("data_location")
+        del tensor.external_data[:]
 
 
 def refer(tensor: TensorProto, file: Path, offset: int, length: int) -> None:
     """Make a tensor refer to a part of a file that this process has opened."""
+    point_to(tensor, str(file), offset, length)
+    tensor.external_data.add(key=_STAMP, value=f"{_PROCESS} {_stamp(file)}")
+
+
+def point_to(tensor: TensorProto, location: str, offset: int, length: int) -> None:
+    """Note in a tensor that its values lie in a file, and where there."""
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
-    facts = {"location": str(file), "offset": offset, "length": length, _STAMP: f"{_PROCESS} {_stamp(file)}"}
-    for key, value in facts.items():
+    for key, value in {"location": location, "offset": offset, "length": length}.items():
         tensor.external_data.add(key=key, value=str(value))
 
 
@@ -74,11 +83,7 @@ def is_reference(tensor: TensorProto) -> bool:
 
 
 def reference(tensor: TensorProto) -> tuple[Path, int, int]:
-    """Return the file, offset and length that a reference names.
-
-    Raises:
-        FileFormatError: it is no reference of this process, or its file is another one by now.
-    """
+    """Return the file, offset and length that a reference names; one that does not hold any more is refused."""
     facts = _facts(tensor)
     if not is_reference(tensor):
         raise FileFormatError(
@@ -107,11 +112,7 @@ def float_array(tensor: TensorProto) -> npt.NDArray[Any]:
 
 
 def external_array(tensor: TensorProto) -> npt.NDArray[Any]:
-    """Return the value of a tensor that refers to a file; whole bytes are mapped from the file, not copied.
-
-    Raises:
-        FileFormatError: the file is another one by now.
-    """
+    """Return the value of a tensor that refers to a file; whole bytes are mapped from the file, not copied."""
     file, offset, length = reference(tensor)
     shape = tuple(tensor.dims)
     if tensor.data_type in BITS:
@@ -138,14 +139,9 @@ def files_read(model: ModelProto) -> set[Path]:
 
 
 def require_no_external_data(model: ModelProto) -> None:
-    """Refuse a model in memory whose weights were left in a file that this process has not opened.
-
-    Raises:
-        FileFormatError: names the tensor.
-    """
-    for tensor in _tensors(model):
-        if tensor.data_location == TensorProto.EXTERNAL and not is_reference(tensor):
-            reference(tensor)
+    """Refuse a model in memory whose weights were left in a file that this process has not opened."""
+    for tensor in _elsewhere(model):
+        reference(tensor)
 
 
 def _facts(tensor: TensorProto) -> dict[str, str]:
@@ -157,21 +153,16 @@ def _stamp(file: Path) -> str:
     return f"{facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
 
 
-def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    yield from _tensors_of(model.graph)
-    for function in model.functions:
-        for node in all_nodes(function.node):
-            for attribute in node.attribute:
-                yield from (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors
-
-
-def _tensors_of(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors
-        for _, body in bodies(node):
-            yield from _tensors_of(body)
+def _elsewhere(model: ModelProto) -> Iterator[TensorProto]:
+    """Yield the tensors of a model, at any depth, whose values lie in files that this process has not opened."""
+    nodes = chain(all_nodes(model.graph.node), *(all_nodes(function.node) for function in model.functions))
+    attributes = [attribute for node in nodes for attribute in node.attribute]
+    graphs = [attribute.g for attribute in attributes] + [graph for one in attributes for graph in one.graphs]
+    for tensor in chain(
+        *(graph.initializer for graph in (model.graph, *graphs)), *((one.t, *one.tensors) for one in attributes)
+    ):
+        if tensor.data_location == TensorProto.EXTERNAL and not is_reference(tensor):
+            yield tensor
 
 
 def _place(tensor: TensorProto, path: Path) -> tuple[Path, int, int]:
@@ -208,3 +199,60 @@ def _beside(path: Path, location: str, named: str) -> Path:
     if not location or Path(location).is_absolute() or not file.is_relative_to(folder) or file == folder:
         raise FileFormatError(f"{named}, which is not in its folder; only files beside the model are read, move it")
     return file
+
+
+def data_facts(path: Path) -> dict[str, str | int]:
+    """Return what a model records of its data file: `bytes`, `sha256`, and `sample_sha256` of a sample of its pages."""
+    return {"bytes": path.stat().st_size, "sha256": _hash(path), "sample_sha256": _sample_hash(path)}
+
+
+def data_name(model: Path, sha256: str) -> str:
+    """Return the name of a model's data file: `model.onnx` -> `model.onnx.0123456789abcdef.data`."""
+    return f"{model.name}.{sha256[:16]}.data"
+
+
+def data_files(model: Path) -> set[Path]:
+    """Return the data files beside a model that bear its name, those of earlier exports included."""
+    name = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{16}}\.data")
+    found = (entry for entry in model.parent.iterdir() if name.fullmatch(entry.name))
+    return {entry for entry in found if entry.is_file() and not entry.is_symlink()}
+
+
+def require_data(model: ModelProto, path: Path, *, whole: bool = False) -> None:
+    """Refuse a model, as parsed from `path`, whose data file is not the one that was written with it."""
+    text = metadata(model).get(DATA_KEY)
+    if text is None:
+        return
+    try:
+        recorded = json.loads(text)
+        file = path.parent / recorded["file"]
+        recorded_size, sample_hash, whole_hash = recorded["bytes"], recorded["sample_sha256"], recorded["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileFormatError(f"{path} is damaged: its {DATA_KEY} cannot be read; export the model again") from error
+    if all(_facts(tensor).get("location") != recorded["file"] for tensor in model.graph.initializer):
+        return  # another tool has stored the weights elsewhere since
+    remedy = "an export was interrupted or one file was replaced; copy both files again, or export again"
+    if not file.is_file():
+        raise FileFormatError(f"{file}, which holds the weights of {path}, is missing: {remedy}")
+    size = file.stat().st_size
+    if size != recorded_size:
+        raise FileFormatError(f"{file} has {size} bytes, not the {recorded_size} of {path}: {remedy}")
+    if _sample_hash(file) != sample_hash or (whole and _hash(file) != whole_hash):
+        raise FileFormatError(f"{file} does not belong to {path}: {remedy}")
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sample_hash(path: Path) -> str:
+    """Return the hash of the first bytes of evenly spaced pages, the last one included."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        pages = -(-file.seek(0, 2) // _PAGE)
+        count = min(pages, _PAGES)
+        for index in range(count):
+            file.seek(_PAGE * ((pages - 1) * index // max(count - 1, 1)))
+            digest.update(file.read(_PAGE))
+    return digest.hexdigest()

@@ -1,10 +1,41 @@
 """Questions about a graph: inputs, stored tensors, producers and consumers of a tensor, unused names."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.nodes import constant_tensor, is_constant
 from onnx_backend.proto.subgraphs import all_nodes, names_of, reads
+
+#: operators that move the numbers of a shape and change none
+_SAME_NUMBERS = frozenset({"Cast", "CastLike", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
+
+
+class GraphIndex:
+    """A graph with its stored tensors, the nodes that make and read each tensor, and the names of its outputs.
+
+    They are as they were when the index was made; who changes the graph changes them along or makes a new index.
+    """
+
+    def __init__(self, graph: GraphProto) -> None:
+        self.graph, self.stored = graph, initializers(graph)
+        self.makers, self.readers = producers(graph.node), consumers(graph.node)
+        self.outputs = {value.name for value in graph.output}
+
+    @cached_property
+    def taken(self) -> set[str]:
+        """Return every tensor and node name of the graph, bodies included, and those that `fresh` gave."""
+        return names_in(self.graph)
+
+    def fresh(self, name: str) -> str:
+        """Return `name`, numbered if it is taken."""
+        return unique(name, self.taken)
+
+    def is_read_once(self, tensor: str) -> bool:
+        """Return True if one node alone reads a tensor, which is no output."""
+        return tensor not in self.outputs and len(self.readers.get(tensor, ())) == 1
 
 
 def is_quantized(model: ModelProto) -> bool:
@@ -73,3 +104,16 @@ def nodes_reaching(nodes: Sequence[NodeProto], outputs: Collection[str]) -> list
             wanted.update(reads(node))
             kept.append(node)
     return kept[::-1]
+
+
+def says_zero(shape: str, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> bool:
+    """Return True if a shape has a stored 0, or comes from outside the model; sizes that are computed do not count."""
+    if shape in stored:
+        return not array(stored[shape]).all()
+    node = makers.get(shape)
+    if node is None:
+        return True
+    if is_constant(node):
+        return not array(constant_tensor(node)).all()
+    parts = node.input if node.op_type == "Concat" else node.input[:1] if node.op_type in _SAME_NUMBERS else ()
+    return any(says_zero(name, stored, makers) for name in parts)

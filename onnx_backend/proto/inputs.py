@@ -10,7 +10,7 @@ from onnx import ModelProto, helper, shape_inference
 
 from onnx_backend.proto.graph_queries import declared_sizes, input_names, unique
 from onnx_backend.proto.model_io import set_properties
-from onnx_backend.proto.nodes import metadata
+from onnx_backend.proto.nodes import copied, metadata
 from qsdk.core.encodings.provenance import EXAMPLE, example_sizes, example_text
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import PAST, STEP, TOTAL
@@ -69,8 +69,7 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]], *
     Raises:
         ConfigError: an unknown input, another rank, a size below the least, or one that contradicts a fixed one.
     """
-    fixed = ModelProto()
-    fixed.CopyFrom(model)
+    fixed = copied(model)
     infos = {info.name: info for info in fixed.graph.input if info.name in set(input_names(model.graph))}
     unknown = sorted(set(shapes) - set(infos))
     if unknown:
@@ -108,8 +107,7 @@ def with_sizes_of(model: ModelProto, values: Mapping[str, npt.NDArray[Any]]) -> 
         model: its inputs may lack a shape altogether.
         values: by input name; inputs without one stay as they are.
     """
-    fixed = ModelProto()
-    fixed.CopyFrom(model)
+    fixed = copied(model)
     for info in fixed.graph.input:
         if info.name in values:
             shape = info.type.tensor_type.shape
@@ -146,8 +144,7 @@ def _inferable(model: ModelProto) -> ModelProto:
     """Return a model of the same shapes, each operator without inference replaced by its first input."""
     if all(node.op_type not in _LIKE_THEIR_INPUT for node in model.graph.node):
         return model
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     for node in result.graph.node:
         if node.op_type in _LIKE_THEIR_INPUT and node.domain in ("", "ai.onnx"):
             node.op_type = "Identity"

@@ -8,10 +8,9 @@ from typing import Any
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import ModelProto, numpy_helper
 
-from onnx_backend.proto.data_file import require_data
-from onnx_backend.proto.external_data import INLINE, array, is_reference, read_external_data
+from onnx_backend.proto.external_data import INLINE, array, is_reference, read_external_data, require_data
+from onnx_backend.proto.nodes import copied, retain
 from onnx_backend.proto.soundness import require_sound
-from qsdk.core.atomic_files import write_bytes
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 
 _TWO_GIB = 2**31 - 1
@@ -37,9 +36,7 @@ def load(
     """
     if isinstance(source, ModelProto):
         require_sound(source, "the model")
-        model = ModelProto()
-        model.CopyFrom(source)
-        return model
+        return copied(source)
     if isinstance(source, bytes):
         return _decoded(source, "the given bytes")
     path = path_of(source)
@@ -92,16 +89,6 @@ def _decoded(data: bytes, where: str) -> ModelProto:
     return model
 
 
-def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model to `path` atomically.
-
-    Raises:
-        ExportError: the folder cannot be written.
-        ModelError: the model is larger than one protobuf message can be.
-    """
-    write_bytes(path, serialize(model))
-
-
 def serialize(model: ModelProto) -> bytes:
     """Return a model's bytes; weights that lie in files are read into them.
 
@@ -118,7 +105,7 @@ def with_weights(model: ModelProto) -> ModelProto:
     """Return the model, or a copy that holds the weights it leaves in files."""
     if not any(is_reference(tensor) for tensor in model.graph.initializer):
         return model
-    found = load(model)
+    found = copied(model)
     for tensor in found.graph.initializer:
         if is_reference(tensor):
             tensor.CopyFrom(numpy_helper.from_array(array(tensor), tensor.name))
@@ -135,6 +122,4 @@ def set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:
 
 def drop_properties(model: ModelProto, names: Collection[str]) -> None:
     """Remove the properties of these names, in place."""
-    kept = [entry for entry in model.metadata_props if entry.key not in names]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
+    retain(model.metadata_props, lambda entry: entry.key not in names)

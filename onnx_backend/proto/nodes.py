@@ -1,20 +1,16 @@
 """Read and change nodes: attributes, metadata, Constant values, marks, and the names of inputs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.proto.external_data import array
 from onnx_backend.proto.subgraphs import reads, rename_reads
 from qsdk.core.errors import ModelError
 
 MARK_DOMAIN = "qsdk"
 MARK_OP = "Quantizer"
-
-#: operators that move the numbers of a shape and change none
-_SAME_NUMBERS = frozenset({"Cast", "CastLike", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
 
 
 def is_mark(node: NodeProto) -> bool:
@@ -72,19 +68,6 @@ def is_constant(node: NodeProto) -> bool:
     return kind in ("value", "value_float", "value_floats", "value_int", "value_ints") and not is_text
 
 
-def says_zero(shape: str, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> bool:
-    """Return True if a shape has a stored 0, or comes from outside the model; sizes that are computed do not count."""
-    if shape in stored:
-        return not array(stored[shape]).all()
-    node = makers.get(shape)
-    if node is None:
-        return True
-    if is_constant(node):
-        return not array(constant_tensor(node)).all()
-    parts = node.input if node.op_type == "Concat" else node.input[:1] if node.op_type in _SAME_NUMBERS else ()
-    return any(says_zero(name, stored, makers) for name in parts)
-
-
 def lift_constants(model: ModelProto) -> None:
     """Turn Constant nodes with numeric values into initializers, in place."""
     kept = []
@@ -94,6 +77,26 @@ def lift_constants(model: ModelProto) -> None:
         else:
             kept.append(node)
     replace_nodes(model.graph, kept)
+
+
+def copied(model: ModelProto) -> ModelProto:
+    """Return a copy of a model."""
+    found = ModelProto()
+    found.CopyFrom(model)
+    return found
+
+
+def retain(entries: Any, is_wanted: Callable[[Any], bool]) -> None:
+    """Keep the wanted entries of a repeated field, in place."""
+    kept = [entry for entry in entries if is_wanted(entry)]
+    del entries[:]
+    entries.extend(kept)
+
+
+def set_attributes(node: NodeProto, values: Mapping[str, Any]) -> None:
+    """Set attributes of a node, in place of those of the same names."""
+    retain(node.attribute, lambda attribute: attribute.name not in values)
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in values.items())
 
 
 def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:

@@ -1,6 +1,7 @@
 """Checks before any tool opens a model: its functions are finite and fit their calls, no op lacks a needed input.
 
-onnx's checker lets all of this pass; onnx's inliner and ONNX Runtime hang on it or end the process.
+onnx's checker lets all of this pass; onnx's inliner and ONNX Runtime hang on it or end the process. What qsdk notes in
+its own files is checked here too, once: whoever reads a note later relies on its form.
 """
 
 import json
@@ -8,6 +9,7 @@ import math
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeGuard, get_args
 
@@ -21,182 +23,43 @@ from qsdk.core.errors import FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import Kind
 
-_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-_KINDS = frozenset({"", *get_args(Kind)})
-
-
-def require_own_metadata(model: ModelProto, where: str) -> None:
-    """Refuse a model whose notes are not in the form in which qsdk writes them.
-
-    Args:
-        model: is not changed.
-        where: its name, for messages.
-
-    Raises:
-        FileFormatError: names the node, the note and what it holds.
-    """
-    ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
-    for nodes in (model.graph.node, *(function.node for function in model.functions)):
-        for node in all_nodes(nodes):
-            if any(entry.key.startswith("qsdk.") for entry in node.metadata_props):
-                facts = metadata(node)
-                _require(facts, _wrong_in(node, facts, ranks), f"{where}: the node {node_label(node)!r}")
-    known = metadata(model)
-    _require(known, (key for key, value in known.items() if not _is_sound_property(key, value)), where)
-
-
-def _require(facts: Mapping[str, str], wrong: Iterable[str], owner: str) -> None:
-    key = next(iter(wrong), None)
-    if key is not None:
-        found = f"has {key} = {facts[key][:60]!r}" if key in facts else f"lacks {key}"
-        raise FileFormatError(f"{owner} {found}, which qsdk does not write so; the file is damaged, export it again")
-
-
-def _wrong_in(node: NodeProto, facts: Mapping[str, str], ranks: Mapping[str, int]) -> Iterable[str]:
-    """Yield the notes of a node that are damaged, or that another one needs."""
-    for key, is_sound in _NODE_NOTES.items():
-        if key in facts and not is_sound(facts[key]):
-            yield key
-    if node.op_type == "Cast" and "qsdk.site" in facts:  # of a site in a narrow float type
-        yield from (key for key in ("qsdk.dtype", "qsdk.kind") if key not in facts)
-        if facts["qsdk.dtype"] not in _FLOATS:
-            yield "qsdk.dtype"
-    if "qsdk.perm" in facts:
-        if "qsdk.site" not in facts:
-            yield "qsdk.site"
-        axes = [int(axis) for axis in facts["qsdk.perm"].split(",")]
-        rank = ranks.get(node.input[0], len(axes)) if node.input else 0
-        if sorted(axes) != list(range(rank)):
-            yield "qsdk.perm"
-    if "qsdk.island" in facts:
-        if "qsdk.computes_in" not in facts:
-            yield "qsdk.computes_in"
-        ports = json.loads(facts["qsdk.island"])
-        if any(int(at) >= len(node.input) for at in ports["inputs"]) or any(
-            int(at) >= len(node.output) for at in ports["outputs"]
-        ):
-            yield "qsdk.island"
-
-
-def _is_axes(text: str) -> bool:
-    return re.fullmatch(r"\d{1,4}(,\d{1,4})*", text, re.ASCII) is not None
-
-
-def _is_island(text: str) -> bool:
-    """Return whether a text says by position the site and kind of inputs, and of outputs a tensor's name besides."""
-    found = _parsed(text)
-    if not isinstance(found, dict) or found.keys() != {"inputs", "outputs"}:
-        return False
-    return all(
-        isinstance(ports, dict)
-        and all(
-            re.fullmatch(r"\d{1,4}", at, re.ASCII) and _is_texts(facts) and len(facts) == count and facts[1] in _KINDS
-            for at, facts in ports.items()
-        )
-        for ports, count in ((found["inputs"], 2), (found["outputs"], 3))
-    )
-
-
-def _is_nodes(text: str) -> bool:
-    """Return whether a text says the nodes that a node stands for."""
-    found = _parsed(text)
-    try:
-        return bool(found) and _is_texts(found) and all(NodeProto.FromString(b64decode(one)).output for one in found)
-    except Exception:  # of base64 or protobuf, whose type has no stubs
-        return False
-
-
-def _is_texts(found: object) -> TypeGuard[list[str]]:
-    return isinstance(found, list) and all(isinstance(item, str) for item in found)
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _is_dtypes_by_name(text: str) -> bool:
-    return all(pair.partition("=")[2] in _FLOATS for pair in text.split(","))
-
-
-def _is_dtype(text: str) -> bool:
-    return text.removesuffix("_strict") in DTYPES
-
-
-def _is_sound_property(key: str, value: str) -> bool:
-    if key == "qsdk.constant_sites":
-        return _is_texts(_parsed(value))
-    if key == "qsdk.encodings.file":
-        return value == Path(value).name and value not in ("", "..") and "\0" not in value
-    edge = re.fullmatch(r"qsdk\.(?:input|output)\..*\.(dtype|scale|zero_point)", key, re.DOTALL)
-    if edge is None:
-        return True
-    if edge[1] == "dtype":
-        return _is_dtype(value)
-    if edge[1] == "zero_point":
-        return re.fullmatch(r"-?\d{1,9}", value, re.ASCII) is not None
-    try:
-        return 0 < float(value) < math.inf
-    except ValueError:
-        return False
-
-
-#: form of each note of a node
-_NODE_NOTES: Mapping[str, Callable[[str], bool]] = {
-    "qsdk.site": bool,
-    "qsdk.dtype": _is_dtype,
-    "qsdk.kind": _KINDS.__contains__,
-    "qsdk.perm": _is_axes,
-    "qsdk.island": _is_island,
-    "qsdk.stands_for": _is_nodes,
-    "qsdk.computes_in": _FLOATS.__contains__,
-    "qsdk.enters": _FLOATS.__contains__,
-    "qsdk.kernel_attributes": _is_dtypes_by_name,
-}
-
-
 _NODES = 2**20  # the largest models that were met have some 10,000
 _BYTES = 2**31 - 1  # of one protobuf message, the output of onnx's inliner
 _DEPTH = 100  # calls within calls, as in ONNX Runtime; onnx's own tools recurse
 _SHOWN = 10**15
 _AGAIN = "export the model again"
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_KINDS = frozenset({"", *get_args(Kind)})
+#: domain, name and overload, by which a call names a function
 Key = tuple[str, str, str]
 
 
 def require_sound(model: ModelProto, where: str) -> None:
-    """Refuse a model that the tools behind this package hang on or crash on.
+    """Refuse a model that the tools behind this package hang on or crash on; `where` is its name in messages.
 
-    Args:
-        model: is not changed.
-        where: its name, for messages.
-
-    Raises:
-        FileFormatError: a function calls itself, its calls multiply or do not fit (the message names the function, and
-            the way back to itself, the size or the call), a node omits an input that its op needs, or what qsdk notes
-            in its files is damaged.
+    That is one with a function that calls itself or whose calls multiply or do not fit, a node that omits an input that
+    its op needs, or damaged notes of qsdk.
     """
-    bodies = {_key(function): function for function in model.functions}
-    if len(bodies) < len(model.functions):
+    functions = {_key(function): function for function in model.functions}
+    if len(functions) < len(model.functions):
         keys = [_key(function) for function in model.functions]
         raise FileFormatError(f"{where} holds two functions {_name(max(keys, key=keys.count))}; {_AGAIN}")
-    if bodies:
-        for nodes in (model.graph.node, *(function.node for function in model.functions)):
-            for node in all_nodes(nodes):
-                _require_fit(node, bodies.get(_called(node)), where)
-        for function in model.functions:
-            _require_outputs(function, where)
-    order = _require_end(model, bodies, where) if bodies else []
-    _require_inputs(model, [bodies[key] for key in order], where)
-    require_own_metadata(model, where)
-
-
-def _require_outputs(function: FunctionProto, where: str) -> None:
-    computed = {name for node in function.node for name in node.output} | {*function.input}
-    for name in function.output:
-        if name not in computed:
-            raise FileFormatError(f"{where}: the function {_name(_key(function))} does not make {name!r}; {_AGAIN}")
+    nodes = [*all_nodes(model.graph.node)]
+    inside = {key: [*all_nodes(function.node)] for key, function in functions.items()}
+    for node in (*nodes, *(node for body in inside.values() for node in body)) if functions else ():
+        _require_fit(node, functions.get(_called(node)), where)
+    for key, function in functions.items():
+        computed = {name for node in function.node for name in node.output} | {*function.input}
+        for name in function.output:
+            if name not in computed:
+                raise FileFormatError(f"{where}: the function {_name(key)} does not make {name!r}; {_AGAIN}")
+    order = _require_end(nodes, inside, functions, where)
+    needed: dict[Key, frozenset[str]] = {}  # the inputs that a function cannot do without
+    for key in order:
+        names = _require_given(inside[key], functions[key].opset_import, needed, functions, where)
+        needed[key] = names.intersection(functions[key].input)
+    _require_given(nodes, model.opset_import, needed, functions, where)
+    _require_own_metadata(model, [*nodes, *(node for body in inside.values() for node in body)], where)
 
 
 def _require_fit(node: NodeProto, function: FunctionProto | None, where: str) -> None:
@@ -210,17 +73,36 @@ def _require_fit(node: NodeProto, function: FunctionProto | None, where: str) ->
             )
 
 
-def _require_end(model: ModelProto, bodies: Mapping[Key, FunctionProto], where: str) -> list[Key]:
-    """Return the functions, each behind those that it calls."""
-    called = {key: [name for name in _calls(bodies[key].node) if name in bodies] for key in bodies}
-    nodes: dict[Key, int] = {}
+def _require_end(
+    nodes: Sequence[NodeProto],
+    inside: Mapping[Key, Sequence[NodeProto]],
+    functions: Mapping[Key, FunctionProto],
+    where: str,
+) -> list[Key]:
+    """Return the functions, each behind those that it calls; refuse calls without an end, too deep or too many."""
+    calls = {key: [called for node in body if (called := _called(node)) in inside] for key, body in inside.items()}
+    try:
+        order = [*TopologicalSorter(calls).static_order()]
+    except CycleError as error:
+        circle = error.args[1][:0:-1]  # in the order of the calls
+        first = min(range(len(circle)), key=lambda at: [*calls].index(circle[at]))
+        way = " -> ".join(_name(key) for key in (*circle[first:], *circle[: first + 1]))
+        raise FileFormatError(f"{where}: a function calls itself ({way}), which has no end; export it again") from error
+    depth: dict[Key, int] = {}
+    count: dict[Key, int] = {}
     size: dict[Key, int] = {}
-    order = _innermost_first(called, where)
     for key in order:
-        nodes[key] = len(_calls(bodies[key].node)) + sum(nodes[name] for name in called[key])
-        size[key] = bodies[key].ByteSize() + sum(size[name] for name in called[key])
-    used = [name for name in _calls(model.graph.node) if name in bodies]
-    total, total_bytes = sum(nodes[name] for name in used), sum(size[name] for name in used)
+        depth[key] = 1 + max((depth[name] for name in calls[key]), default=0)
+        count[key] = len(inside[key]) + sum(count[name] for name in calls[key])
+        size[key] = functions[key].ByteSize() + sum(size[name] for name in calls[key])
+    deep = next((key for key in calls if depth[key] > _DEPTH), None)
+    if deep is not None:
+        raise FileFormatError(
+            f"{where}: functions call functions more than {_DEPTH} deep, from {_name(deep)} on; export the model again "
+            "without them"
+        )
+    used = [called for node in nodes if (called := _called(node)) in inside]
+    total, total_bytes = sum(count[name] for name in used), sum(size[name] for name in used)
     if total > _NODES or total_bytes > _BYTES:
         worst = max(used, key=size.__getitem__)
         raise FileFormatError(
@@ -231,22 +113,6 @@ def _require_end(model: ModelProto, bodies: Mapping[Key, FunctionProto], where: 
     return order
 
 
-def _require_inputs(model: ModelProto, functions: Sequence[FunctionProto], where: str) -> None:
-    """Refuse omitted inputs that no op allows (spec: only optional ones may be ""); ONNX Runtime can crash on a Sum.
-
-    Args:
-        model: is not changed.
-        functions: each behind those that it calls.
-        where: the model's name, for messages.
-    """
-    known = {_key(function): function for function in functions}
-    needed: dict[Key, frozenset[str]] = {}  # the inputs that a function cannot do without
-    for function in functions:
-        names = _require_given(function.node, function.opset_import, needed, known, where)
-        needed[_key(function)] = names.intersection(function.input)
-    _require_given(model.graph.node, model.opset_import, needed, known, where)
-
-
 def _require_given(
     nodes: Iterable[NodeProto],
     opsets: Iterable[OperatorSetIdProto],
@@ -254,10 +120,13 @@ def _require_given(
     functions: Mapping[Key, FunctionProto],
     where: str,
 ) -> frozenset[str]:
-    """Return the tensors that nodes cannot do without; refuse a node that omits one."""
+    """Return the tensors that nodes cannot do without; refuse a node that omits one, on which ONNX Runtime can crash.
+
+    Only optional inputs may be "" by the standard; `needed` has those of the functions that the nodes call.
+    """
     versions = {"" if entry.domain == "ai.onnx" else entry.domain: int(entry.version) for entry in opsets}
     names: set[str] = set()
-    for node in all_nodes(nodes):
+    for node in nodes:
         function = functions.get(_called(node))
         if function is not None:
             given = dict(zip(function.input, node.input, strict=False))
@@ -295,41 +164,11 @@ def _read_by_schema(node: NodeProto, versions: Mapping[str, int]) -> dict[str, s
 
 
 def _key(function: FunctionProto) -> Key:
-    """Return the key by which a call names a function: domain, name and overload."""
     return function.domain, function.name, function.overload
-
-
-def _calls(nodes: Iterable[NodeProto]) -> list[Key]:
-    return [_called(node) for node in all_nodes(nodes)]
 
 
 def _called(node: NodeProto) -> Key:
     return node.domain, node.op_type, node.overload
-
-
-def _innermost_first(called: Mapping[Key, Sequence[Key]], where: str) -> list[Key]:
-    """Return the functions, each behind those that it calls; a loop, since a chain of calls could exhaust recursion."""
-    done: dict[Key, None] = {}
-    for start in called:
-        path: dict[Key, Iterator[Key]] = {} if start in done else {start: iter(called[start])}
-        while path:
-            key = next(reversed(path))
-            inner = next((name for name in path[key] if name not in done), None)
-            if inner is None:
-                del path[key]
-                done[key] = None
-                continue
-            if inner in path:
-                names = [_name(name) for name in path]
-                way = " -> ".join([*names[list(path).index(inner) :], _name(inner)])
-                raise FileFormatError(f"{where}: a function calls itself ({way}), which has no end; export it again")
-            if len(path) == _DEPTH:
-                raise FileFormatError(
-                    f"{where}: functions call functions more than {_DEPTH} deep, from {_name(start)} on; export the "
-                    "model again without them"
-                )
-            path[inner] = iter(called[inner])
-    return list(done)
 
 
 def _name(key: Key) -> str:
@@ -338,3 +177,118 @@ def _name(key: Key) -> str:
 
 def _shown(count: int) -> str:
     return f"{count:,}" if count < _SHOWN else f"more than {_SHOWN:,}"
+
+
+# --- what qsdk notes in a model -----------------------------------------------------------------------------------
+
+
+def _require_own_metadata(model: ModelProto, nodes: Iterable[NodeProto], where: str) -> None:
+    """Refuse a model whose notes are not in the form in which qsdk writes them."""
+    ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
+    for node in nodes:
+        if any(entry.key.startswith("qsdk.") for entry in node.metadata_props):
+            facts = metadata(node)
+            _require(facts, _wrong_in(node, facts, ranks), f"{where}: the node {node_label(node)!r}")
+    known = metadata(model)
+    _require(known, (key for key, value in known.items() if not _is_sound_property(key, value)), where)
+
+
+def _require(facts: Mapping[str, str], wrong: Iterable[str], owner: str) -> None:
+    key = next(iter(wrong), None)
+    if key is not None:
+        problem = f"has {key} = {facts[key][:60]!r}" if key in facts else f"lacks {key}"
+        raise FileFormatError(f"{owner} {problem}, which qsdk does not write so; the file is damaged, export it again")
+
+
+def _wrong_in(node: NodeProto, facts: Mapping[str, str], ranks: Mapping[str, int]) -> Iterator[str]:
+    """Yield the notes of a node that are damaged, or that another one needs."""
+    yield from (key for key, is_sound in _NODE_NOTES.items() if key in facts and not is_sound(facts[key]))
+    if node.op_type == "Cast" and "qsdk.site" in facts:  # of a site in a narrow float type
+        yield from (key for key in ("qsdk.dtype", "qsdk.kind") if key not in facts)
+        if facts["qsdk.dtype"] not in _FLOATS:
+            yield "qsdk.dtype"
+    if "qsdk.perm" in facts:
+        if "qsdk.site" not in facts:
+            yield "qsdk.site"
+        axes = [int(axis) for axis in facts["qsdk.perm"].split(",")]
+        rank = ranks.get(node.input[0], len(axes)) if node.input else 0
+        if sorted(axes) != list(range(rank)):
+            yield "qsdk.perm"
+    if "qsdk.island" in facts:
+        if "qsdk.computes_in" not in facts:
+            yield "qsdk.computes_in"
+        ports = json.loads(facts["qsdk.island"])
+        ends = (ports["inputs"], len(node.input)), (ports["outputs"], len(node.output))
+        if any(int(at) >= count for places, count in ends for at in places):
+            yield "qsdk.island"
+
+
+def _is_island(text: str) -> bool:
+    """Return whether a text says by position the site and kind of inputs, and of outputs a tensor's name besides."""
+    ends = _parsed(text)
+    if not isinstance(ends, dict) or ends.keys() != {"inputs", "outputs"}:
+        return False
+    return all(
+        isinstance(ports, dict)
+        and all(
+            re.fullmatch(r"\d{1,4}", at, re.ASCII) and _is_texts(facts) and len(facts) == count and facts[1] in _KINDS
+            for at, facts in ports.items()
+        )
+        for ports, count in ((ends["inputs"], 2), (ends["outputs"], 3))
+    )
+
+
+def _is_nodes(text: str) -> bool:
+    """Return whether a text says the nodes that a node stands for."""
+    nodes = _parsed(text)
+    try:
+        return bool(nodes) and _is_texts(nodes) and all(NodeProto.FromString(b64decode(one)).output for one in nodes)
+    except Exception:  # of base64 or protobuf, whose type has no stubs
+        return False
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_dtype(text: str) -> bool:
+    return text.removesuffix("_strict") in DTYPES
+
+
+def _is_sound_property(key: str, value: str) -> bool:
+    if key == "qsdk.constant_sites":
+        return _is_texts(_parsed(value))
+    if key == "qsdk.encodings.file":
+        return value == Path(value).name and value not in ("", "..") and "\0" not in value
+    edge = re.fullmatch(r"qsdk\.(?:input|output)\..*\.(dtype|scale|zero_point)", key, re.DOTALL)
+    if edge is None:
+        return True
+    if edge[1] == "dtype":
+        return _is_dtype(value)
+    if edge[1] == "zero_point":
+        return re.fullmatch(r"-?\d{1,9}", value, re.ASCII) is not None
+    try:
+        return 0 < float(value) < math.inf
+    except ValueError:
+        return False
+
+
+#: form of each note of a node
+_NODE_NOTES: Mapping[str, Callable[[str], bool]] = {
+    "qsdk.site": bool,
+    "qsdk.dtype": _is_dtype,
+    "qsdk.kind": _KINDS.__contains__,
+    "qsdk.perm": lambda text: re.fullmatch(r"\d{1,4}(,\d{1,4})*", text, re.ASCII) is not None,
+    "qsdk.island": _is_island,
+    "qsdk.stands_for": _is_nodes,
+    "qsdk.computes_in": _FLOATS.__contains__,
+    "qsdk.enters": _FLOATS.__contains__,
+    "qsdk.kernel_attributes": lambda text: all(pair.partition("=")[2] in _FLOATS for pair in text.split(",")),
+}

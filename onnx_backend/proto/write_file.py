@@ -11,8 +11,7 @@ from typing import IO
 
 from onnx import GraphProto, ModelProto, TensorProto
 
-from onnx_backend.proto.data_file import DATA_KEY, data_files, facts_of, name_of
-from onnx_backend.proto.external_data import is_reference, refer
+from onnx_backend.proto.external_data import DATA_KEY, data_facts, data_files, data_name, is_reference, point_to, refer
 from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored, as_stub, copy_fields, is_stub, without_large
 from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.weightless import is_large
@@ -244,15 +243,13 @@ def _outside(tensor: TensorProto, large: Mapping[str, LargeTensor]) -> LargeTens
 
 def _staged_data(stage: Stage, models: Iterable[ModelProto], outside: Mapping[str, LargeTensor]) -> tuple[Path, Path]:
     temporary, at = stage.write(partial(_write_data, outside=outside)), places_of(outside)
-    facts = facts_of(temporary)
-    name = name_of(stage.target, str(facts["sha256"]))
+    facts = data_facts(temporary)
+    name = data_name(stage.target, str(facts["sha256"]))
     for model in models:
         for tensor in model.graph.initializer:
             if tensor.name in at:
-                offset, length = at[tensor.name]
                 tensor.CopyFrom(outside[tensor.name].stub(tensor.name))
-                for key, value in {"location": name, "offset": offset, "length": length}.items():
-                    tensor.external_data.add(key=key, value=str(value))
+                point_to(tensor, name, *at[tensor.name])
         model.metadata_props.add(key=DATA_KEY, value=json.dumps({"file": name, **facts}))
     return temporary, stage.target.with_name(name)
 

@@ -11,8 +11,8 @@ import onnx
 import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, defs, helper, shape_inference
 
-from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
-from onnx_backend.proto.nodes import attributes, node_label, replace_nodes, says_zero
+from onnx_backend.proto.graph_queries import initializers, names_in, producers, says_zero, unique
+from onnx_backend.proto.nodes import attributes, node_label, replace_nodes
 from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of
 from onnx_backend.proto.weightless import checkable, inferred_skeleton, known_types, refill, skeleton
 from qsdk.core.errors import ExportError

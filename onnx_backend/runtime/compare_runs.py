@@ -10,7 +10,7 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from onnx_backend.proto.graph_queries import names_in, producers, unique
-from onnx_backend.proto.nodes import node_label
+from onnx_backend.proto.nodes import copied, node_label, retain
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.runtime.feeds import random_feeds
 from onnx_backend.runtime.session_input import session_of
@@ -195,22 +195,18 @@ def _difference_message(before: ModelProto, after: ModelProto, found: _Differenc
 
 def _with_fed_tensors(model: ModelProto, types: Mapping[str, int]) -> tuple[ModelProto, dict[str, str]]:
     """Return a copy that takes some computed tensors as inputs, and the new names of the computed ones."""
-    fed = ModelProto()
-    fed.CopyFrom(model)
+    fed = copied(model)
     taken = names_in(fed.graph)
     renamed = {name: unique(f"{name}/computed", taken) for name in types}
     for node in fed.graph.node:
         node.output[:] = [renamed.get(name, name) for name in node.output]
-    kept = [value for value in fed.graph.output if value.name not in renamed]
-    del fed.graph.output[:]
-    fed.graph.output.extend(kept)
+    retain(fed.graph.output, lambda value: value.name not in renamed)
     fed.graph.input.extend(helper.make_tensor_value_info(name, code, None) for name, code in types.items())
     return fed, renamed
 
 
 def _with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
-    exposed = ModelProto()
-    exposed.CopyFrom(model)
+    exposed = copied(model)
     known = {value.name for value in exposed.graph.output}
     exposed.graph.output.extend(ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known)
     return exposed

@@ -14,8 +14,8 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from onnx_backend.proto.external_data import array, bytes_of
 from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.lazy_tensors import LargeTensor, with_large
-from onnx_backend.proto.model_io import load
-from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
+from onnx_backend.proto.model_io import load, with_weights
+from onnx_backend.proto.nodes import attributes, copied, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.proto.write_file import spool_large_tensors
@@ -37,18 +37,9 @@ def bounded_session(
     providers: Providers,
     shares_memory: bool = False,
 ) -> ort.InferenceSession:
-    """Open a session in the settings of the simulation.
+    """Open a session in the settings of the simulation, of a model with stubs for these large tensors.
 
-    Args:
-        model: with stubs for its large tensors, which are put into it if they fit.
-        large: these, by name.
-        in_memory: bytes of them that the model may hold.
-        providers: to run on.
-        shares_memory: see `simulation_session`.
-
-    Raises:
-        FileFormatError: the runtime cannot load the model.
-        ExportError: the temporary file cannot be written.
+    Up to `in_memory` bytes of them are put into the model; more go through a temporary file.
     """
     if sum(tensor.nbytes for tensor in large.values()) <= in_memory:
         return simulation_session(with_large(model, large), shares_memory=shares_memory, providers=providers)
@@ -88,34 +79,19 @@ def simulation_session(
     computes in float16 or bfloat16, nothing is optimized: fused kernels round at other places there, and the values
     quantized behind them are off by whole steps. For many runs see `RepeatedSession`.
 
-    Args:
-        model: with Q/DQ.
-        shares_memory: take memory from the pool of `shared_memory`, which must be open.
-        providers: to run on.
-        threads: that a run uses on the CPU; 0 leaves their number to the runtime.
-
-    Raises:
-        FileFormatError: the runtime cannot load the model.
+    `shares_memory` takes it from the pool that `SteppedRun.sharing_memory` opens; `threads` are those that a run uses
+    on the CPU, 0 for the runtime's own choice.
     """
-    narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
-    options = _options(shares_memory=shares_memory, optimize=not narrow, threads=threads)
-    return _opened(_with_sizes_of_its_own(with_float_weights(load(model))), options, providers)
+    model = load(model)
+    optimize = not computes_in_narrow_floats(model)
+    options = _options(shares_memory=shares_memory, optimize=optimize, threads=threads)
+    return _opened(_with_sizes_of_its_own(with_float_weights(model)), options, providers)
 
 
 def opened_file(
     path: str | os.PathLike[str], entries: Mapping[str, str], *, threads: int | None, providers: Providers
 ) -> ort.InferenceSession:
-    """Open a file as an application does: at the default level, with configuration entries.
-
-    Args:
-        path: of the file.
-        entries: session configuration entries, key -> value.
-        threads: that an op may use; None for the runtime's own choice.
-        providers: that are to compute it.
-
-    Raises:
-        FileFormatError: the runtime cannot load it.
-    """
+    """Open a file as an application does: at the default level, with configuration entries."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or 0
     for key, value in entries.items():
@@ -133,15 +109,9 @@ def session_in_blocks(model: ModelProto, threads: int = 0) -> ort.InferenceSessi
     """Open a session that gives the same values in less time, see `blocked_layout`; None where it would be no other.
 
     It takes longer to open: the runtime optimizes the model, and then loads the result.
-
-    Args:
-        model: with Q/DQ, for which `is_small_convolutional` holds.
-        threads: see `simulation_session`.
-
-    Raises:
-        FileFormatError: the runtime cannot load the model.
+    `is_small_convolutional` holds for the model.
     """
-    whole = _inlined(_with_sizes_of_its_own(with_float_weights(load(model))))
+    whole = with_weights(_with_sizes_of_its_own(with_float_weights(copied(model))))
 
     def write_optimized(path: str) -> None:
         options = _options(shares_memory=False, optimize=True, threads=threads)
@@ -184,18 +154,6 @@ def _options(*, shares_memory: bool, optimize: bool, threads: int) -> ort.Sessio
         options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4
     return options
-
-
-def _inlined(model: ModelProto) -> ModelProto:
-    """Return the model, or a copy, with the weights that lie in files."""
-    if all(tensor.data_location != TensorProto.EXTERNAL for tensor in model.graph.initializer):
-        return model
-    found = ModelProto()
-    found.CopyFrom(model)
-    for tensor in found.graph.initializer:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            tensor.CopyFrom(numpy_helper.from_array(array(tensor), tensor.name))
-    return found
 
 
 def computes_in_narrow_floats(model: ModelProto) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnx_backend.proto.external_data import bytes_of, reference
+from onnx_backend.proto.external_data import bytes_of, point_to, reference
 from onnx_backend.proto.graph_queries import input_names, names_in, unique
-from onnx_backend.proto.nodes import rename_inputs, replace_nodes
+from onnx_backend.proto.nodes import copied, rename_inputs, replace_nodes, retain
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
@@ -28,9 +28,7 @@ def cast_bfloat16_edges(model: ModelProto) -> None:
     inputs = _inputs(graph, taken)
     replace_nodes(graph, [*inputs, *graph.node, *outputs])
     edges = {value.name for value in (*graph.input, *graph.output)}
-    kept = [value for value in graph.value_info if value.name not in edges]
-    del graph.value_info[:]
-    graph.value_info.extend(kept)
+    retain(graph.value_info, lambda value: value.name not in edges)
 
 
 def _declare_outputs(model: ModelProto) -> None:
@@ -143,8 +141,7 @@ def _with_kernels(model: ModelProto, dtypes: Collection[str]) -> ModelProto:
     """Return the model, or a changed copy, with a kernel for each of its ops, and without bfloat16 at its edges."""
     if not has_other_floats(model, dtypes):
         return model
-    found = ModelProto()
-    found.CopyFrom(model)
+    found = copied(model)
     cast_bfloat16_edges(found)
     insert_kernel_casts(found, dtypes)
     return found
@@ -152,13 +149,9 @@ def _with_kernels(model: ModelProto, dtypes: Collection[str]) -> ModelProto:
 
 def _with_paths_from_root(model: ModelProto) -> ModelProto:
     """Return a copy whose references are paths from the root."""
-    found = ModelProto()
-    found.CopyFrom(model)
+    found = copied(model)
     for tensor in found.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
             file, offset, length = reference(tensor)
-            del tensor.external_data[:]
-            place = {"location": file.relative_to(file.anchor).as_posix(), "offset": offset, "length": length}
-            for key, value in place.items():
-                tensor.external_data.add(key=key, value=str(value))
+            point_to(tensor, file.relative_to(file.anchor).as_posix(), offset, length)
     return found

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto
 
-from onnx_backend.passes.decided_sizes import with_decided_sizes
+from onnx_backend.passes.static_sizes import propagate_static_sizes
 from onnx_backend.proto.graph_queries import declared_sizes, input_names, nodes_reaching
 from onnx_backend.proto.inputs import with_sizes_of
 from onnx_backend.proto.nodes import replace_nodes
@@ -78,7 +78,7 @@ class SizedModel:
         if sizes == self.sizes:
             return None
         self.sizes = sizes
-        fixed = with_decided_sizes(with_sizes_of(self.model, values))
+        fixed = propagate_static_sizes(with_sizes_of(self.model, values))
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
         return fixed
 

@@ -1,7 +1,7 @@
 """Re-estimate the statistics of BatchNormalization nodes from their inputs in the simulation."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,11 @@ from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow
 from onnx_backend.proto.nodes import attributes, node_label
-from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
-from onnx_backend.runtime.providers import Providers
+from onnx_backend.runtime.feeds import run_session
 from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim
-from onnx_backend.walk.sections import Section, Stream, bfloat16_in
+from onnx_backend.walk.run import LiveTensors, SteppedRun
+from onnx_backend.walk.sections import Stream, bfloat16_in
 from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 from qsdk.core.errors import DataError
 from qsdk.core.planning.plan import Plan
@@ -64,66 +64,32 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     types = {name: stored[name].data_type for name in statistics}
     current = {name: partial(_current_value, statistics, name, types[name]) for name in statistics}
     stream = Stream(model, {}, current, bfloat16_in(model))
-    run = _TargetRun(stream, [n.input[0] for n in nodes], sim.in_memory, sim.providers)
-    float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
-    for step, node in enumerate(nodes):
-        start = time.perf_counter()
-        found = together(node_label(node), merge([_statistics(x) for x in run.reach(step)]))
-        variance = found.variance(node_label(node))
-        mean_name, variance_name = node.input[3:5]
-        old = statistics[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
-        error = deviation(found, statistics[mean_name].astype(np.float64), old)
-        for name, value in ((mean_name, found.mean), (variance_name, variance)):
-            rounded = value.astype(helper.tensor_dtype_to_np_dtype(types[name]))
-            statistics[name] = rounded.astype(np.float32)
-        rows.append(_row(node, error, time.perf_counter() - start))
-    sim.change_stored(statistics)
-    return rows, float_seconds
-
-
-class _TargetRun:
-    """A model that is run for every batch, up to one tensor after the other."""
-
-    def __init__(self, stream: Stream, targets: Sequence[str], in_memory: int, providers: Providers) -> None:
-        self.first: dict[str, Array] = {}
-        self._stream, self._targets = stream, targets
-        self._in_memory, self._providers = in_memory, providers
-        self._live: list[dict[str, Array]] = []
-
-    def start(self, data: Iterable[Any], progress: bool) -> int:
-        """Read the batches; return their number."""
-        inputs = [DeclaredInput(value) for value in self._stream.given.values()]
-        for number, batch in batches_of(data, "BatchNorm", progress):
-            feeds = as_feeds(batch, inputs, f"batch {number}")
+    targets = [node.input[0] for node in nodes]
+    steps = {stream.maker(node.output[0]): step for step, node in enumerate(nodes)}
+    run = SteppedRun([stream], [[[name] for name in targets]], [steps], LiveTensors(), sim.in_memory, sim.providers)
+    with run.sharing_memory():
+        first: dict[str, Array] = {}
+        for number, feeds in run.start(data, "BatchNorm", progress=progress):
             broken = [name for name, value in feeds.items() if value.dtype.kind == "f" and np.isnan(value).any()]
             if broken:  # quantized, it would pass for a number
                 raise DataError(f"batch {number} holds NaN in {', '.join(broken)}; give data that is finite")
-            self._live.append(feeds)
-        self.first = dict(self._live[0])
-        return len(self._live)
-
-    def reach(self, step: int) -> list[Array]:
-        """Run every batch up to the target of a step, with the current stored tensors; return the target's values."""
-        target = self._targets[step]
-        section = self._stream.section([target])
-        self._stream.finish(section)
-        needed = set(self._stream.section(self._targets[step + 1 :]).inputs)
-        computed = sorted(self._stream.made_in(section) & (needed | {target}))
-        if computed:
-            model, large = self._stream.model(
-                Section(section.nodes, section.inputs, computed),
-                [
-                    self._stream.info(name, [(live[name].dtype, live[name].shape) for live in self._live])
-                    for name in section.inputs
-                ],
-            )
-            session = bounded_session(model, large, self._in_memory, providers=self._providers)
-            for number, live in enumerate(self._live):
-                read = {name: live[name] for name in section.inputs}
-                live |= dict(zip(computed, run_session(session, read, f"batch {number}"), strict=True))
-        found = [live[target] for live in self._live]
-        self._live = [{name: live[name] for name in needed if name in live} for live in self._live]
-        return found
+            first = first or feeds
+        float_seconds = run.batches * _seconds_in_float(sim, first)
+        for step, node in enumerate(nodes):
+            start = time.perf_counter()
+            run.reach(step)
+            inputs = (run.live.get((0, batch, targets[step])) for batch in range(run.batches))
+            found = together(node_label(node), merge([_statistics(x) for x in inputs]))
+            variance = found.variance(node_label(node))
+            mean_name, variance_name = node.input[3:5]
+            old = statistics[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
+            error = deviation(found, statistics[mean_name].astype(np.float64), old)
+            for name, value in ((mean_name, found.mean), (variance_name, variance)):
+                rounded = value.astype(helper.tensor_dtype_to_np_dtype(types[name]))
+                statistics[name] = rounded.astype(np.float32)
+            rows.append(_row(node, error, time.perf_counter() - start))
+    sim.change_stored(statistics)
+    return rows, float_seconds
 
 
 def _current_value(now: Mapping[str, Array], name: str, data_type: int) -> LargeTensor:

@@ -17,9 +17,8 @@ from onnx_backend.proto.external_data import FLOATS, array, float_array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, from_source, narrow, on_grid, without_large
 from onnx_backend.proto.nodes import drop_unused_initializers, is_mark, metadata, replace_nodes
-from onnx_backend.runtime.session_memory import shared_memory
 from onnx_backend.sim import OnnxSim
-from onnx_backend.walk.run import FLOAT, QUANTIZED, LiveTensors, PairedRun
+from onnx_backend.walk.run import FLOAT, QUANTIZED, LiveTensors, SteppedRun
 from onnx_backend.walk.sections import TAG, Stream, bfloat16_in
 from onnx_backend.walk.steps import LayerCall, LayerGroup, layer_groups
 from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
@@ -202,12 +201,10 @@ def walk_layers(
         DataError: no data, or data the model does not take.
     """
     walk = OnnxWalk(sim, max_memory)
-    with shared_memory():
-        try:
-            walk.run.start(data, progress=progress)
-            yield walk
-        finally:
-            walk.run.live.clear()  # before the pool gives its memory back
+    with walk.run.sharing_memory():
+        for _ in walk.run.start(data, "first layers", progress=progress):
+            pass
+        yield walk
     walk.commit()
 
 
@@ -216,7 +213,7 @@ class OnnxStep:
     """Layers that read one input; see `qsdk.core.layers.layer_problem.Step`."""
 
     place: LayerGroup
-    run: PairedRun
+    run: SteppedRun
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -267,7 +264,13 @@ class OnnxWalk:
         self._layers = {layer.site: layer for place in self._places for layer in place.layers}
         self._weights = WalkWeights(marked, sim.plan, state.own, sim.stored_names(), float_biases(sim))
         streams = streams_of(marked, self._weights, encodings)
-        self.run = PairedRun(streams, self._places, LiveTensors(max_memory), sim.in_memory, sim.providers)
+        targets = [[place.tensors(stream) for place in self._places] for stream in streams]
+        targets[FLOAT].append(streams[FLOAT].outputs)  # whose time counts as well
+        steps = [
+            {stream.at[call.tag]: step for step, place in enumerate(self._places) for call in place.calls}
+            for stream in streams
+        ]
+        self.run = SteppedRun(streams, targets, steps, LiveTensors(max_memory), sim.in_memory, sim.providers)
         self._steps = iter(range(len(self._places)))
 
     @property

@@ -102,6 +102,10 @@ class Stream:
         info: ValueInfoProto = helper.make_tensor_value_info(name, code, shape)
         return info
 
+    def maker(self, name: str) -> int:
+        """Return the index of the node that computes a tensor."""
+        return self._maker[name]
+
     def depths(self, steps: Mapping[int, int]) -> Mapping[str, int]:
         """Return tensor -> the last step that it depends on, if any; `steps` maps a node to its step."""
         found: dict[str, int] = {}

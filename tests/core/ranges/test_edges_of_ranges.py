@@ -8,7 +8,7 @@ from qdq_models import make_model
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.proto.data_file import facts_of
+from onnx_backend.proto.external_data import data_facts
 from onnx_backend.runtimes.validate import validate
 from qsdk.core.numerics.dtypes import int8, int16
 from qsdk.core.numerics.fixed_point import tie_in_range, ties_possible
@@ -82,14 +82,14 @@ def test_the_sample_of_a_large_file_sees_both_ends_and_pages_between(tmp_path):
     path, size = tmp_path / "data", (20 << 20) + 17
     content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     path.write_bytes(content.tobytes())
-    before, pages = facts_of(path), -(-size // 4096)
+    before, pages = data_facts(path), -(-size // 4096)
     sampled = [(pages - 1) * index // 4095 for index in (0, 1, 2047, 4094, 4095)]
     for place in (*(page * 4096 for page in sampled), size - 1):
         content[place] ^= 1
         path.write_bytes(content.tobytes())
-        assert facts_of(path)["sample_sha256"] != before["sample_sha256"], place
+        assert data_facts(path)["sample_sha256"] != before["sample_sha256"], place
         content[place] ^= 1
     unseen = next(page for page in range(pages) if page not in {(pages - 1) * i // 4095 for i in range(4096)})
     content[unseen * 4096] ^= 1
     path.write_bytes(content.tobytes())
-    assert facts_of(path)["sample_sha256"] == before["sample_sha256"]
+    assert data_facts(path)["sample_sha256"] == before["sample_sha256"]

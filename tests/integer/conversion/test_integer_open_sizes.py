@@ -15,7 +15,7 @@ from qdq_models import make_model
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
-from onnx_backend.passes.decided_sizes import with_decided_sizes
+from onnx_backend.passes.static_sizes import propagate_static_sizes
 from qsdk.core.errors import IntegerError
 
 
@@ -65,8 +65,8 @@ def test_sizes_stay_open_where_none_is_needed(tmp_path):
 def test_sizes_that_follow_from_sizes_are_computed(tmp_path):
     summary = qsdk.to_integer(grown_mean("length"), tmp_path / "int.onnx", shapes={"x": (2, 4, 7)}).summary
     assert summary["operations_max_lsb"] <= 1
-    assert "Floor" not in {node.op_type for node in with_decided_sizes(grown_mean(7)).graph.node}
-    assert "Floor" in {node.op_type for node in with_decided_sizes(grown_mean("length")).graph.node}
+    assert "Floor" not in {node.op_type for node in propagate_static_sizes(grown_mean(7)).graph.node}
+    assert "Floor" in {node.op_type for node in propagate_static_sizes(grown_mean("length")).graph.node}
 
 
 def float_product():
@@ -166,6 +166,6 @@ def test_sizes_of_some_axes_are_those_of_these_axes(part, kept):
         helper.make_node("Cast", ["s"], ["f"], to=1),
         helper.make_node("Identity", ["f"], ["y"]),
     ]
-    decided = with_decided_sizes(make_model(nodes, {"x": [3, 5, 2]}, {"y": [len(kept)]}, {}))
+    decided = propagate_static_sizes(make_model(nodes, {"x": [3, 5, 2]}, {"y": [len(kept)]}, {}))
     stored = {t.name: numpy_helper.to_array(t).tolist() for t in decided.graph.initializer}
     assert stored["f"] == kept

@@ -6,12 +6,12 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.model_io import load, save
+from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata, set_metadata
 from onnx_backend.proto.opsets import at_opset, opset_of
 from onnx_backend.qdq.marks import mark, mark_node
 from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ExportError, FileFormatError, ModelError
+from qsdk.core.errors import FileFormatError, ModelError
 from qsdk.core.planning.make_plan import make_plan
 
 node = helper.make_node
@@ -204,13 +204,6 @@ def test_missing_external_data_is_named(tmp_path):
         FileFormatError, match=r"model\.onnx keeps the weight .w1. in the file .weights\.bin., which cannot be read"
     ):
         load(tmp_path / "model.onnx")
-
-
-def test_save_replaces_whole_files_and_names_a_missing_folder(tmp_path):
-    save(mlp(), tmp_path / "m.onnx")
-    assert load(tmp_path / "m.onnx") == mlp()
-    with pytest.raises(ExportError, match="missing"):
-        save(mlp(), tmp_path / "missing" / "m.onnx")
 
 
 def test_an_old_model_is_raised_and_keeps_its_values_and_metadata():

@@ -16,8 +16,7 @@ from large_models import batches, export_peak, external_stack, inline_stack, lef
 import qsdk
 from onnx_backend.lower import lower
 from onnx_backend.proto import write_file as writing
-from onnx_backend.proto.data_file import DATA_KEY, facts_of
-from onnx_backend.proto.external_data import INLINE, array
+from onnx_backend.proto.external_data import DATA_KEY, INLINE, array, data_facts
 from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_large
 from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_file
@@ -287,7 +286,7 @@ def test_another_data_file_is_refused_with_the_remedy(exported, damage, message)
 
 
 def test_validation_reads_all_the_data(exported, monkeypatch):
-    monkeypatch.setattr("onnx_backend.proto.data_file._PAGES", 2)
+    monkeypatch.setattr("onnx_backend.proto.external_data._PAGES", 2)
     path = data_of(exported)
     model = onnx.load(exported, load_external_data=False)
     said = next(entry for entry in model.metadata_props if entry.key == DATA_KEY)
@@ -295,7 +294,7 @@ def test_validation_reads_all_the_data(exported, monkeypatch):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    said.value = json.dumps({**facts, "sample_sha256": facts_of(path)["sample_sha256"]})
+    said.value = json.dumps({**facts, "sample_sha256": data_facts(path)["sample_sha256"]})
     exported.write_bytes(model.SerializeToString())
     assert load(exported).graph.node  # a single bit between the pages of the sample
     with pytest.raises(FileFormatError, match="does not belong to"):

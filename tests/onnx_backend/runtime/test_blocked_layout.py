@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import qsdk
-from onnx_backend.calibration.statistics_graph import statistics_graph
+from onnx_backend.calibration.observe import statistics_graph
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.blocked_layout import DOMAIN, keep_blocks
 from onnx_backend.runtime.repeated_session import RepeatedSession

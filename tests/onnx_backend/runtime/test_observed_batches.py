@@ -6,15 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from onnx import helper
-from qdq_models import convnet, make_model
+from qdq_models import convnet
 
 from onnx_backend.calibration import observe as observing
-from onnx_backend.calibration.same_size import SameSize
-from onnx_backend.calibration.statistics_graph import statistics_graph
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import DataError
-from qsdk.core.ranges.statistics import observed_sites
 
 node = helper.make_node
 RNG = np.random.default_rng(5)
@@ -81,27 +78,3 @@ def test_the_first_batch_that_is_not_finite_is_named_and_the_sim_stays(cores: in
         sim.calibrate(broken, progress=False)
     assert sim.encodings == before
     assert threading.active_count() == threads
-
-
-def test_tensors_of_one_size_share_a_step():
-    nodes = [node("LeakyRelu", ["x"], ["t"], "t"), node("Concat", ["t", "z"], ["y"], "j", axis=1)]
-    sim = OnnxSim.from_float(make_model(nodes, {"x": ["n", 6], "z": ["n", 6]}, {"y": None}, {}), w8a8())
-    _, watched = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=True)
-    steps = {item.site: item.step for item in watched}
-    assert steps["x:input"] == steps["t:output"]
-    assert steps["x:input"] != steps["z:input"]
-
-
-def test_what_has_the_size_of_another_tensor():
-    found = SameSize({"one"})
-    for made in [
-        node("Relu", ["x"], ["r"]),
-        node("Transpose", ["r"], ["t"]),
-        node("Mul", ["x", "r"], ["square"]),
-        node("Mul", ["one", "x"], ["scaled"]),
-        node("Mul", ["x", "t"], ["wide"]),  # of [n, 1] and [1, n] comes [n, n]
-        node("Add", ["x", "bias"], ["sum"]),
-    ]:
-        found.add(made)
-    sizes = {name: found.of(name) for name in ("r", "t", "square", "scaled", "wide", "sum")}
-    assert sizes == {**dict.fromkeys(("r", "t", "square", "scaled"), "x"), "wide": "wide", "sum": "sum"}

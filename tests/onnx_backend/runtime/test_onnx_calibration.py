@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.calibration import observe as observing
-from onnx_backend.calibration.statistics_graph import statistics_graph
+from onnx_backend.calibration.observe import statistics_graph
 from onnx_backend.proto.nodes import is_mark
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import w4a8, w8a8

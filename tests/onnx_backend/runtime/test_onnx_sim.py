@@ -6,12 +6,11 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, save
 from qdq_models import convnet, make_model, mlp, run, simulated_mlp, weights
 
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.model_io import save
 from onnx_backend.sim import OnnxSim
 from onnx_backend.validation import rules as validation_rules
 from qsdk.core.config.config import w4a8, w8a8, w8a16

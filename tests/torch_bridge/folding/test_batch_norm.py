@@ -109,10 +109,11 @@ def test_the_simulation_runs_once(door, monkeypatch):
         assert sorted(calls) == ["float", *["quantize"] * len(RAGGED)]  # and the first batch in float, to begin with
         return
     import onnx_backend.walk.batch_norm_statistics as module
+    import onnx_backend.walk.run as runs
 
     monkeypatch.setattr(module, "_seconds_in_float", lambda *_: 1.0)
-    run = module.run_session
-    monkeypatch.setattr(module, "run_session", lambda *args: calls.append(1) or run(*args))
+    run = runs.run_session
+    monkeypatch.setattr(runs, "run_session", lambda *args: calls.append(1) or run(*args))
     reestimate_batch_norm(sim, given(door), progress=False)
     assert len(calls) == 2 * len(RAGGED)  # one section up to each BatchNorm
 

@@ -433,7 +433,7 @@ def test_wrong_use_of_a_walk_is_an_error() -> None:
 def test_data_and_nodes_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sim, data = branched()
     ran: list[set[int]] = [set(), set()]
-    sections = run.PairedRun._session
+    sections = run.SteppedRun._session
 
     def counting(run: Any, number: int, section: Any) -> Any:
         fresh = set(section.nodes) - run.streams[number]._again
@@ -441,7 +441,7 @@ def test_data_and_nodes_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ran[number] |= fresh
         return sections(run, number, section)
 
-    monkeypatch.setattr(run.PairedRun, "_session", counting)
+    monkeypatch.setattr(run.SteppedRun, "_session", counting)
     with walk_layers(sim, (batch for batch in data), progress=False) as walk:
         steps = len(list(walk))
     assert all(ran)

@@ -16,25 +16,19 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import (
-    declared_sizes,
-    initializers,
-    input_names,
-    names_in,
-    nodes_reaching,
-    producers,
-    unique,
-)
+from onnx_backend.proto.graph_queries import GraphIndex, declared_sizes, initializers, input_names, nodes_reaching
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import (
     attributes,
     constant_tensor,
+    copied,
     drop_unused_initializers,
     is_constant,
     metadata,
     node_label,
     replace_nodes,
+    retain,
 )
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
@@ -42,69 +36,16 @@ from onnx_backend.proto.weightless import Shape, declared_types, is_large
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
 
-#: ops whose result has no elements where their first input has none
-_MOVES = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Transpose"})
-
-
-def leave_out_empty_inputs(model: ModelProto) -> None:
-    """Remove the inputs with an axis of length 0, in place, and all that only moves what is in them.
-
-    Raises:
-        ConfigError: something else than joining them with other values reads one; names the node.
-    """
-    fed = input_names(model.graph)
-    gone = {info.name for info in model.graph.input if info.name in fed and 0 in declared_sizes(info.type)}
-    if gone:
-        leave_out(model, gone)
-
-
-def leave_out(model: ModelProto, gone: Collection[str], *, asked: Collection[str] = ()) -> None:
-    """Remove inputs as if they had no elements, in place.
-
-    Args:
-        model: any.
-        gone: names of inputs.
-        asked: op types that may go on to read an input, such as Shape where the model is compared, not run.
-
-    Raises:
-        ConfigError: see `leave_out_empty_inputs`.
-    """
-    graph, empty = model.graph, set(gone)
-    nodes: list[NodeProto] = []
-    sites = set(constant_sites(model))
-    for node in graph.node:
-        if node.op_type in asked or empty.isdisjoint(reads(node)):
-            nodes.append(node)
-        elif node.op_type in _MOVES and empty.isdisjoint(node.input[1:]):
-            empty.update(node.output)
-            sites.add(metadata(node).get("qsdk.site", ""))
-        elif node.op_type == "Concat":
-            kept = [name for name in node.input if name not in empty]
-            del node.input[:]
-            node.input.extend(kept)
-            empty.update(() if kept else node.output)
-            nodes.extend([node] if kept else [])
-        else:
-            raise ConfigError(
-                f"shapes leaves {', '.join(sorted(gone))} without elements, and the node {node_label(node)!r} "
-                f"({node.op_type}) reads what comes of it; only keys and values of a cache may be empty"
-            )
-    replace_nodes(graph, nodes_reaching(nodes, {info.name for info in graph.output}))
-    kept_inputs = [info for info in graph.input if info.name not in gone]
-    del graph.input[:]
-    graph.input.extend(kept_inputs)
-    drop_unused_initializers(graph)
-    note_constant_sites(model, sites - {""})
-
-
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
 _LARGEST = 4096  # elements of a computed value
 _CONSTANT_SITES = "qsdk.constant_sites"
 _LARGEST_CODES = 1 << 18  # elements of a constant activation
 _QDQ = ("QuantizeLinear", "DequantizeLinear")  # their results are no sizes, and the conversion needs the codes
+#: ops whose result has no elements where their first input has none
+_MOVES = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Transpose"})
 
 
-def with_decided_sizes(model: ModelProto) -> ModelProto:
+def propagate_static_sizes(model: ModelProto) -> ModelProto:
     """Return a model with all values stored that follow from fixed sizes alone; the model itself if none do."""
     found = model
     for _ in range(_ROUNDS if any(node.op_type in SHAPE_OPS for node in model.graph.node) else 0):
@@ -123,7 +64,7 @@ def _one_round(model: ModelProto) -> ModelProto | None:
     nodes: list[NodeProto] = []
     computed: dict[str, npt.NDArray[np.generic]] = {}
     for node in model.graph.node:
-        values = None if outputs.intersection(node.output) else _decided(node, sizes, known, computed, opsets)
+        values = None if outputs.intersection(node.output) else _values_of(node, sizes, known, computed, opsets)
         if values is None:
             nodes.append(node)
         else:
@@ -131,14 +72,13 @@ def _one_round(model: ModelProto) -> ModelProto | None:
             known.update(values)
     if not computed:
         return None
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     replace_nodes(result.graph, nodes)
     result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in computed.items())
     return result
 
 
-def _decided(
+def _values_of(
     node: NodeProto,
     sizes: Mapping[str, Sequence[int | None]],
     known: Mapping[str, npt.NDArray[np.generic]],
@@ -169,30 +109,27 @@ def store_shapes(model: ModelProto) -> None:
     In a stored shape, 0 is the size that the input has there, and -1 is what is left. Runtimes move a Transpose through
     such an op, but not through one whose shape is computed in every run.
     """
-    graph, stored = model.graph, initializers(model.graph)
-    taken, outputs = names_in(graph), {value.name for value in graph.output}
+    graph, index = model.graph, GraphIndex(model.graph)
     sizes = {name: shape for name, (_, shape) in declared_types(graph).items()}
     unread: list[str] = []
     for node in graph.node:
         at = {"Reshape": 1, "Resize": 3}.get(node.op_type, len(node.input))
-        if node.domain or at >= len(node.input) or node.input[at] in stored:
+        if node.domain or at >= len(node.input) or node.input[at] in index.stored:
             continue
         before, behind = sizes.get(node.input[0]), sizes.get(node.output[0])
         values = None if before is None or behind is None else _STORED[node.op_type](before, behind)
         if values is not None and not attributes(node).get("axes"):
             unread.append(node.input[at])
-            name = unique(f"{node.output[0]}_{'shape' if node.op_type == 'Reshape' else 'scales'}", taken)
+            name = index.fresh(f"{node.output[0]}_{'shape' if node.op_type == 'Reshape' else 'scales'}")
             graph.initializer.append(numpy_helper.from_array(values, name))
             node.input[:] = [*node.input[: 2 if node.op_type == "Resize" else 1], name]
-            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]
-            del node.attribute[:]
-            node.attribute.extend(kept)
-    makers, dropped = producers(graph.node), set[str]()
+            retain(node.attribute, lambda attribute: attribute.name != "allowzero")
+    dropped = set[str]()
     readers = Counter(name for node in graph.node for name in reads(node))
     while unread:
         name = unread.pop()
-        maker = makers.get(name)
-        if maker is None or name in dropped or outputs.intersection(maker.output):
+        maker = index.makers.get(name)
+        if maker is None or name in dropped or index.outputs.intersection(maker.output):
             continue
         if not any(readers[result] for result in maker.output):
             dropped.update(maker.output)
@@ -258,8 +195,7 @@ def with_stored_codes(model: ModelProto) -> ModelProto:
             codes.update(values)
     if not codes:
         return model
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in codes.items())
     replace_nodes(result.graph, nodes_reaching(nodes, outputs))
     left = {name for node in result.graph.node for name in node.output}
@@ -278,3 +214,44 @@ def note_constant_sites(model: ModelProto, sites: Collection[str]) -> None:
 def constant_sites(model: ModelProto) -> frozenset[str]:
     """Return the activation sites of a sim that `with_stored_codes` found to be constant in a file."""
     return frozenset(json.loads(metadata(model).get(_CONSTANT_SITES, "[]")))
+
+
+def leave_out_empty_inputs(model: ModelProto) -> None:
+    """Remove the inputs with an axis of length 0, in place, and all that only moves what is in them.
+
+    They are the past of a prompt, where there are no keys and values yet. Where something else than joining them with
+    other values reads one, the sizes are refused.
+    """
+    fed = input_names(model.graph)
+    gone = {info.name for info in model.graph.input if info.name in fed and 0 in declared_sizes(info.type)}
+    if gone:
+        leave_out(model, gone)
+
+
+def leave_out(model: ModelProto, gone: Collection[str], *, asked: Collection[str] = ()) -> None:
+    """Remove inputs of these names as if they had no elements, in place.
+
+    Op types in `asked` may go on to read an input, such as Shape where the model is compared, not run.
+    """
+    graph, empty = model.graph, set(gone)
+    nodes: list[NodeProto] = []
+    sites = set(constant_sites(model))
+    for node in graph.node:
+        if node.op_type in asked or empty.isdisjoint(reads(node)):
+            nodes.append(node)
+        elif node.op_type in _MOVES and empty.isdisjoint(node.input[1:]):
+            empty.update(node.output)
+            sites.add(metadata(node).get("qsdk.site", ""))
+        elif node.op_type == "Concat":
+            retain(node.input, lambda name: name not in empty)
+            empty.update(() if node.input else node.output)
+            nodes.extend([node] if node.input else [])
+        else:
+            raise ConfigError(
+                f"shapes leaves {', '.join(sorted(gone))} without elements, and the node {node_label(node)!r} "
+                f"({node.op_type}) reads what comes of it; only keys and values of a cache may be empty"
+            )
+    replace_nodes(graph, nodes_reaching(nodes, {info.name for info in graph.output}))
+    retain(graph.input, lambda info: info.name not in gone)
+    drop_unused_initializers(graph)
+    note_constant_sites(model, sites - {""})
