@@ -21,10 +21,8 @@ from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import LoweringContext, label, lowering_context
 from onnx_backend.integer.ir.operations import Operation
 from onnx_backend.integer.ir.values import Codes, Failed, FloatInput, Refused, Value
-from onnx_backend.integer.lowering.edges import edge_dtype, leave
-from onnx_backend.integer.lowering.float_islands import Islands
-from onnx_backend.integer.lowering.unsupported import origin, origins, sites_in_front
-from onnx_backend.integer.lowering.walk import QDQ, Refusal, walk
+from onnx_backend.integer.lowering.quantizers import edge_dtype, leave
+from onnx_backend.integer.lowering.walk import QDQ, Islands, Refusal, origin, origins, sites_in_front, walk
 from onnx_backend.integer.portable.handlers import HANDLERS
 from onnx_backend.integer.portable.rewrite import evaluable, proven_bounds, rewritten
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only

@@ -14,8 +14,8 @@ from onnx_backend.integer.codegen import channels_last, runtime, standard
 from onnx_backend.integer.codegen.runtime import KernelChoice
 from onnx_backend.integer.codegen.share_codes import share_codes
 from onnx_backend.integer.codegen.whole_parts import without_splits
-from onnx_backend.integer.ir import max_of_slices
 from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.context import max_pool
 from onnx_backend.integer.ir.operations import (
     Accumulation,
     Join,
@@ -76,7 +76,7 @@ def _as_faster_nodes(b: Builder, node: NodeProto, kernels: KernelChoice | None, 
     if not portable and node.output[0] in b.row_sums:
         standard.sum_rows(b, node, b.row_sums[node.output[0]])
         return True
-    return channels_last.repeat(b, node) if kernels is not None else max_of_slices.max_pool(b, node)
+    return channels_last.repeat(b, node) if kernels is not None else max_pool(b, node)
 
 
 def live(operations: Sequence[Operation], outputs: set[str]) -> list[Operation]:

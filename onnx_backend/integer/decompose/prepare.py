@@ -6,11 +6,8 @@ from fnmatch import fnmatchcase
 import onnx.inliner
 from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 
-from onnx_backend.integer.decompose.cast_like import cast_like
-from onnx_backend.integer.decompose.einsum import einsum
-from onnx_backend.integer.decompose.reductions import REDUCTIONS, reduction
-from onnx_backend.integer.decompose.standardized import PARTS, standardized
-from onnx_backend.integer.decompose.unit_rows import unit_rows
+from onnx_backend.integer.decompose.norms import PARTS, standardized, unit_rows
+from onnx_backend.integer.decompose.writer import REDUCTIONS, cast_like, einsum, reduction
 from onnx_backend.integer.ir.context import label
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.graph_queries import names_in, nodes_reaching

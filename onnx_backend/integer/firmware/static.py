@@ -16,7 +16,7 @@ from onnx import ModelProto, helper
 from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, place_in_arena, spatial
 from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest
 from onnx_backend.integer.ir.values import Array
-from onnx_backend.integer.lowering.unsupported import origin
+from onnx_backend.integer.lowering.walk import origin
 from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.proto.graph_queries import declared_sizes

@@ -4,15 +4,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.max_of_slices import largest_of_slices
 from onnx_backend.integer.ir.operations import Shares, Softmax
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
+    Array,
     Codes,
     Constant,
     FixedPoint,
@@ -30,6 +31,71 @@ from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.proto.weightless import declared_types
 from qsdk.core.planning.lower_bounds import lower_bounds, never_above_zero
+
+
+def max_pool(b: Builder, node: NodeProto) -> bool:
+    """Write a MaxPool of uint8 codes of known sizes; return False, with nothing written, for any other node."""
+    sizes = b.shapes.get(node.input[0]) if node.op_type == "MaxPool" and len(node.output) == 1 else None
+    if sizes is None:
+        return False
+    attrs = attributes(node)
+    spatial = [size for size in sizes[2:] if size is not None]
+    if len(spatial) != len(sizes) - 2 or attrs.get("ceil_mode", 0) or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+        return False
+    rank = len(spatial)
+    kernel, pads = list(attrs["kernel_shape"]), list(attrs.get("pads", [0] * 2 * rank))
+    strides, dilations = (list(attrs.get(key, [1] * rank)) for key in ("strides", "dilations"))
+    wanted = [
+        (size + pads[i] + pads[rank + i] - (kernel[i] - 1) * dilations[i] - 1) // strides[i] + 1
+        for i, size in enumerate(spatial)
+    ]
+    if min(wanted) < 1:
+        return False
+    b.label = node.output[0]
+    wide = b.cast(node.input[0], TensorProto.INT32)
+    largest = largest_of_slices(b, wide, attrs, spatial, wanted)
+    b.write("Cast", [largest], node.output[0], to=TensorProto.UINT8)
+    return True
+
+
+def largest_of_slices(
+    b: Builder,
+    codes: str,
+    attributes: Mapping[str, Any],
+    sizes: Sequence[int],
+    wanted: Sequence[int],
+    name: str | None = None,
+) -> str:
+    """Write a MaxPool of int32 codes as the Max of strided slices, axis by axis; return the result's name.
+
+    Args:
+        b: where to write.
+        codes: int32, not negative.
+        attributes: of the MaxPool; its padding given as numbers.
+        sizes: of the spatial axes of the codes.
+        wanted: of the spatial axes of the result.
+        name: of the result of each axis.
+    """
+    kernel = list(attributes["kernel_shape"])
+    rank = len(kernel)
+    strides, dilations = (list(attributes.get(key, [1] * rank)) for key in ("strides", "dilations"))
+    pads = list(attributes.get("pads", [0] * 2 * rank))
+    for i, size in enumerate(sizes):
+        reach = (wanted[i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1
+        after = max(reach - size - pads[i], 0)  # with ceil_mode more than its pad
+        along = b.constant([i + 2], np.int64)
+        if pads[i] or after:  # 0 is the smallest code, so padding never wins
+            # of all axes: between Transposes, ONNX Runtime's optimizer of these moves the pads and not the input `axes`
+            widths = [0] * (i + 2) + [pads[i]] + [0] * (rank + 1) + [after] + [0] * (rank - 1 - i)
+            codes = b.node("Pad", [codes, b.constant(widths, np.int64), b.constant(0, np.int32)])
+        taps = []
+        for start in range(0, kernel[i] * dilations[i], dilations[i]):
+            ends = [start], [start + (wanted[i] - 1) * strides[i] + 1]
+            bounds = [b.constant(end, np.int64) for end in ends]
+            taps.append(b.node("Slice", [codes, *bounds, along, b.constant([strides[i]], np.int64)]))
+        codes = b.node("Max", taps, name=name)
+    return codes
+
 
 Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses nodes without a form.
@@ -231,3 +297,11 @@ def _largest_of_slices(ctx: LoweringContext, node: NodeProto, codes: str, name: 
     axes = range(2, 2 + len(attrs["kernel_shape"]))
     sizes, wanted = (ctx.sizes(tensor, axes) for tensor in (node.input[0], node.output[0]))
     return largest_of_slices(ctx.builder, codes, attrs, sizes, wanted, name)
+
+
+def gathered_as(ctx: LoweringContext, codes: str, table: Array, name: str) -> str:
+    """Emit a table look-up of another dtype than codes: GatherElements on the flattened tensor is the fast form."""
+    b = ctx.builder
+    flat = b.node("Reshape", [b.cast(codes, TensorProto.INT32), b.constant([-1], np.int64)])
+    found = b.node("GatherElements", [b.constant(table), flat], axis=0)
+    return b.node("Reshape", [found, b.node("Shape", [codes])], name=name)

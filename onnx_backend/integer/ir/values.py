@@ -15,12 +15,94 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.ir.fixed_value import FixedPoint as FixedPoint
-from onnx_backend.integer.ir.quantized_constant import BlockConstant as BlockConstant
-from onnx_backend.integer.ir.quantized_constant import CodedConstant as CodedConstant
 from qsdk.core.numerics import affine
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """Fixed point between quantizers: `value = integers * scale + constant`, with static bounds and errors.
+
+    Attributes:
+        name: an int32 (`narrow`) or int64 tensor of the integer model.
+        scale: float64, broadcasts against the tensor; its sign is free.
+        lo: smallest value the integers can have.
+        hi: largest value the integers can have.
+        constant: float64 addend that broadcasts against the tensor.
+        narrow: True if the tensor is int32.
+        error: bound of the difference between the integers and the real value, in units of `scale`.
+        relative: bound of a further difference, as a share of the integer's magnitude.
+        masked: a bool tensor, true where the value is `floor` for any integers; empty if nowhere.
+        floor: the masked value: minus infinity, or a number so low that it swallows any number added to it.
+        infinite: where a division by 0 is possible, the least magnitude that means infinity; else 0.
+        missing: True if the value is NaN where a whole row is masked; the integers are 0 there.
+        typed: True if the bounds are those of an integer type, which no number should reach: where bits run out,
+            larger integers saturate.
+        source: name of the node that computed it, for the certificate.
+    """
+
+    name: str
+    scale: Array
+    lo: int
+    hi: int
+    constant: Array = field(default_factory=lambda: np.zeros(()))
+    narrow: bool = False
+    error: float = 0.0
+    relative: float = 0.0
+    masked: str = ""
+    floor: float = 0.0
+    infinite: float = 0.0
+    missing: bool = False
+    typed: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class CodedConstant:
+    """The integers of a dequantized constant, zero point already subtracted: `value = integers * scale`.
+
+    Attributes:
+        integers: int64, in the shape of the constant.
+        scale: float64, shape (1,) or (channels,).
+        axis: the channel axis, None per tensor.
+        dtype: the ONNX dtype it was stored in.
+        error: difference of `integers * scale` from the values, summed over the weights of one output; the largest sum.
+    """
+
+    integers: Array
+    scale: Array
+    axis: int | None
+    dtype: int
+    error: Fraction = Fraction(0)
+
+
+@dataclass(frozen=True)
+class BlockConstant:
+    """The integers of a dequantized constant with a scale per block, zero points already subtracted.
+
+    Attributes:
+        integers: int64, in the shape of the constant.
+        scale: float64, of the constant's rank: one number per block along the axis, per index along the others.
+        axis: along which the blocks lie.
+        size: of a block; the last one may be shorter.
+        dtype: the ONNX dtype it was stored in.
+    """
+
+    integers: Array
+    scale: Array
+    axis: int
+    size: int
+    dtype: int
+
+    def transposed(self, order: list[int]) -> "BlockConstant":
+        """Return the same constant with permuted axes."""
+        turned = self.integers.transpose(order), self.scale.transpose(order)
+        return BlockConstant(*turned, order.index(self.axis), self.size, self.dtype)
+
+    def spread(self, of_blocks: Array) -> Array:
+        """Repeat numbers of the scale's shape so that they broadcast against the integers."""
+        return np.asarray(affine.align(of_blocks, self.integers.shape, self.axis, self.size))
 
 
 class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the driver, never seen by users
@@ -31,6 +113,14 @@ class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the
         self.reason = reason
         self.remedy = remedy
 
+
+#: Types of tensors that hold integers or booleans.
+INTEGER_TYPES = frozenset(
+    {
+        *(TensorProto.INT64, TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.BOOL),
+        *(TensorProto.UINT64, TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8),
+    }
+)
 
 #: ONNX dtype of a quantized activation -> (number added to reach codes, largest code).
 GRIDS: dict[int, tuple[int, int]] = {

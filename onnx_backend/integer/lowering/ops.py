@@ -21,6 +21,7 @@ from onnx_backend.integer.ir.context import (
 )
 from onnx_backend.integer.ir.exact_bounds import one_rounding, one_sum
 from onnx_backend.integer.ir.values import (
+    INTEGER_TYPES,
     Array,
     Bent,
     Constant,
@@ -34,11 +35,13 @@ from onnx_backend.integer.ir.values import (
     as_linear,
     clip_value,
 )
-from onnx_backend.integer.lowering.layers.centred_operands import as_sum, factor
 from onnx_backend.integer.lowering.layers.conv_transpose import conv_transpose
 from onnx_backend.integer.lowering.layers.layers import (
     accumulate,
+    as_sum,
+    bytes_of,
     conv,
+    factor,
     gemm,
     matmul,
     plus_constant,
@@ -47,12 +50,11 @@ from onnx_backend.integer.lowering.layers.layers import (
     stored_values,
 )
 from onnx_backend.integer.lowering.layers.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
-from onnx_backend.integer.lowering.layers.split_int16 import bytes_of
 from onnx_backend.integer.lowering.movement.moves import MOVES, pad
 from onnx_backend.integer.lowering.movement.resize import resize
 from onnx_backend.integer.lowering.nonlinear.selection import SELECTIONS
 from onnx_backend.integer.lowering.nonlinear.tables import NO_NUMBER, TABLES, table
-from onnx_backend.integer.lowering.qdq import dequantize, quantize
+from onnx_backend.integer.lowering.quantizers import dequantize, quantize
 from onnx_backend.proto.nodes import attributes, node_label
 
 #: Of a folded normalization: its stored numbers, epsilon, root, quotient and the products with it.
@@ -157,7 +159,8 @@ def _mapped(function: Callable[[Array, Array], Array], left: Value | None, right
 
 def _of_both(function: Callable[[Array, Array], Array], left: Lookup, right: Lookup) -> Lookup | None:
     """Compute a function of two functions of the same codes; None if they are of different ones."""
-    for name in {left.name, right.name, *(side.root.name for side in (left, right) if side.root is not None)}:
+    names = [left.name, right.name, *(side.root.name for side in (left, right) if side.root is not None)]
+    for name in names:
         one, other = left.of(name), right.of(name)
         if one is not None and other is not None:
             return Lookup(name, function(one.values, other.values), None, root=one.root or other.root)
@@ -332,13 +335,6 @@ def stored(tensor: TensorProto) -> Value:
         return Constant(array.astype(np.float32))
     return Integers("", array, tensor.data_type)
 
-
-INTEGER_TYPES = frozenset(
-    {
-        *(TensorProto.INT64, TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.BOOL),
-        *(TensorProto.UINT64, TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8),
-    }
-)
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {

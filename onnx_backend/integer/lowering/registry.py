@@ -6,14 +6,12 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.fixed_point.elementwise import CURVES
-from onnx_backend.integer.fixed_point.fixed_edges import cast_to_float
-from onnx_backend.integer.fixed_point.sincos import turned
+from onnx_backend.integer.fixed_point.curves import CURVES, turned
+from onnx_backend.integer.fixed_point.to_fixed import cast_to_float
 from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext
 from onnx_backend.integer.ir.values import Constant, Value
 from onnx_backend.integer.lowering import ops
-from onnx_backend.integer.lowering.code_movement import cast
-from onnx_backend.integer.lowering.movement.moves import filled
+from onnx_backend.integer.lowering.movement.moves import cast, filled
 from onnx_backend.integer.lowering.nonlinear.fixed_ops import WIDE, cum_sum, curve, either, scatter_sum
 from onnx_backend.integer.lowering.nonlinear.norms import NORMS
 from onnx_backend.integer.lowering.nonlinear.selection import scatter as choose_scattered

@@ -1,6 +1,6 @@
 """Functions of fixed point as integer programs, and how near they must be."""
 
-from onnx_backend.integer.fixed_point.elementwise import CURVES
+from onnx_backend.integer.fixed_point.curves import CURVES
 from onnx_backend.integer.lowering.nonlinear.tables import TABLES
 
 ALL_FUNCTIONS = dict(TABLES)

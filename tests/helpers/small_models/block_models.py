@@ -3,7 +3,7 @@
 import numpy as np
 from integer_models import GRID, INT4, NUMPY, UINT4, Net
 
-from onnx_backend.integer.ir.quantized_constant import BlockConstant
+from onnx_backend.integer.ir.values import BlockConstant
 
 X = (0.031, 119)
 

@@ -10,7 +10,7 @@ from integer_models import LEVELS, Net, run, simulate
 from onnx import TensorProto, helper
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.fixed_point.sincos import turned
+from onnx_backend.integer.fixed_point.curves import turned
 from onnx_backend.integer.reference.run import run_reference
 
 FREQUENCIES = (1.0 / 10000 ** (np.arange(4) / 4)).astype(np.float32)

@@ -10,8 +10,8 @@ from fixed_point_programs import ALL_FUNCTIONS, CASES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onnx_backend.integer.fixed_point import fixed_arithmetic, newton, sums, to_fixed
-from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
+from onnx_backend.integer.fixed_point import fixed_arithmetic, newton, to_fixed
+from onnx_backend.integer.fixed_point.curves import CURVES, bent
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Linear, Lookup, Refused, Term
 
 
@@ -129,7 +129,10 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
     bounds = [(-(1 << first), 1 << first), (-(1 << second), 1 << second)]
     scales = [scale, -other if negative else other]
     reals = [np.array([Fraction(int(v)) * Fraction(s) for v in a]) for a, s in zip(arrays, scales, strict=True)]
-    for function, exact in ((sums.add, reals[0] + reals[1]), (fixed_arithmetic.multiply, reals[0] * reals[1])):
+    for function, exact in (
+        (fixed_arithmetic.add, reals[0] + reals[1]),
+        (fixed_arithmetic.multiply, reals[0] * reals[1]),
+    ):
         found, integers = integers_of(function, *arrays, bounds=bounds, scales=scales)
         real = np.array([Fraction(int(v)) * Fraction(float(found.scale)) for v in integers])
         allowed = fixed_arithmetic.spread(found) * abs(float(found.scale))
@@ -137,7 +140,7 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
         assert np.all(np.abs(real - exact) <= Fraction(allowed) + Fraction(2) ** -50 * np.abs(exact))
         whole = (
             scale * 2.0**first + other * 2.0**second
-            if function is sums.add
+            if function is fixed_arithmetic.add
             else scale * other * 2.0 ** (first + second)
         )
         assert allowed <= 2.0**-20 * whole  # narrowing never costs more than it must
@@ -145,7 +148,10 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
 
 def test_small_sums_and_products_stay_int32_and_exact():
     arrays = [np.arange(-255, 256), np.arange(-255, 256)[::-1]]
-    for function, exact in ((sums.add, arrays[0] + arrays[1]), (fixed_arithmetic.multiply, arrays[0] * arrays[1])):
+    for function, exact in (
+        (fixed_arithmetic.add, arrays[0] + arrays[1]),
+        (fixed_arithmetic.multiply, arrays[0] * arrays[1]),
+    ):
         found, integers = integers_of(function, *arrays, narrow=True)
         assert (found.narrow, found.error, found.relative) == (True, 0.0, 0.0)
         np.testing.assert_array_equal(integers, exact)
@@ -153,7 +159,7 @@ def test_small_sums_and_products_stay_int32_and_exact():
 
 def test_a_scale_that_a_mean_has_is_a_whole_share_of_the_other():
     assert 0.1 / (0.1 / 11) < 11
-    _found, integers = integers_of(sums.add, np.arange(5), np.arange(5, 10), scales=[0.1 / 11, 0.1])
+    _found, integers = integers_of(fixed_arithmetic.add, np.arange(5), np.arange(5, 10), scales=[0.1 / 11, 0.1])
     np.testing.assert_array_equal(integers, np.arange(5) + 11 * np.arange(5, 10))
 
 
@@ -209,7 +215,7 @@ def test_a_scale_of_zero_forgets_the_integers():
     values = spread_out(-1000, 1000)
     found, integers = integers_of(fixed_arithmetic.single_scale, values, scales=[0.0], constants=[0.3])
     require_near(found, integers, np.full(values.shape, 0.3))
-    found, integers = integers_of(sums.add, values, values, scales=[0.0, 0.7])
+    found, integers = integers_of(fixed_arithmetic.add, values, values, scales=[0.0, 0.7])
     require_near(found, integers, values * 0.7)
 
 

@@ -10,8 +10,8 @@ from integer_comparison import noise
 from integer_models import INT4, INT8, UINT4, run, simulate
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.ir.quantized_constant import BlockConstant
-from onnx_backend.integer.lowering.layers.block_weights import to_channel_scales
+from onnx_backend.integer.ir.values import BlockConstant
+from onnx_backend.integer.lowering.layers.layers import to_channel_scales
 
 
 def levels(top):

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.values import Refused
-from onnx_backend.integer.lowering.movement.resize_geometry import Geometry, linear_taps, nearest_indices, positions
+from onnx_backend.integer.lowering.movement.resize import Geometry, linear_taps, nearest_indices, positions
 from onnx_backend.integer.reference.run import run_reference
 
 TRANSFORMATIONS = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.lowering.recurrent.gate_tables import gate_table, look_up
+from onnx_backend.integer.lowering.recurrent.cells import gate_table, look_up_gates
 from onnx_backend.integer.reference.run import run_reference
 
 FUNCTIONS = {"Sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)), "Tanh": np.tanh}
@@ -15,7 +15,7 @@ GATES = [(("Sigmoid", 2), ("Tanh", 1)), (("Tanh", 3),), (("Sigmoid", 3),)]
 
 def looked_up(table, lifted):
     b = Builder([], "half_even")
-    name = look_up(b, table, "x", 3)
+    name = look_up_gates(b, table, "x", 3)
     infos = [helper.make_tensor_value_info(each, TensorProto.INT64, None) for each in ("x", name)]
     graph = helper.make_graph(b.nodes, "table", infos[:1], infos[1:], b.initializers)
     return run_reference(helper.make_model(graph), {"x": lifted})[name]

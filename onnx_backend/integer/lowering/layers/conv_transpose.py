@@ -24,13 +24,15 @@ from onnx_backend.integer.ir.values import Array, Refused, Value
 from onnx_backend.integer.lowering.layers.layers import (
     accumulate,
     accumulator_bounds,
+    bytes_of,
     coded_weight,
     plus_constant,
+    reach,
     require_positive,
+    sum_accumulators,
     weight_parts,
     weight_storage,
 )
-from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, reach, sum_accumulators
 from onnx_backend.proto.nodes import attributes
 
 _NO_END = np.iinfo(np.int64).max

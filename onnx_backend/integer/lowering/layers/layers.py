@@ -6,7 +6,7 @@ times slower with int8 weights. Weights of 4 bits stay packed and are widened by
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -15,23 +15,187 @@ import numpy as np
 from onnx import NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.context import Args, LoweringContext, label
-from onnx_backend.integer.ir.exact_bounds import distinct_rows, is_power_of_two, largest, one_rounding, one_sum
+from onnx_backend.integer.ir.context import Args, LoweringContext, label, move, require_codes
+from onnx_backend.integer.ir.exact_bounds import (
+    ROUNDING,
+    are_float32,
+    distinct_rows,
+    float_chain_bound,
+    is_power_of_two,
+    largest,
+    one_rounding,
+    one_sum,
+)
 from onnx_backend.integer.ir.operations import Accumulation, CodesOperand, Product
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
     Array,
+    BlockConstant,
     CodedConstant,
     Constant,
+    Joined,
     Linear,
     Lookup,
     Refused,
     Term,
     Value,
 )
-from onnx_backend.integer.lowering.layers.block_weights import to_channel_scales
-from onnx_backend.integer.lowering.layers.split_int16 import Bytes, bytes_of, reach, sum_accumulators
 from onnx_backend.proto.nodes import attributes
+
+Bytes = tuple[str, ActivationEncoding]
+
+
+def bytes_of(ctx: LoweringContext, value: Value | None, what: str = "its input") -> list[Bytes]:
+    """Return a quantized operand as uint8 codes with their encoding, one tensor for 8 bits and two for 16.
+
+    Raises:
+        Refused: the operand does not come straight from a DequantizeLinear.
+    """
+    codes, encoding = require_codes(value, what)
+    if not encoding.wide:
+        return [(codes, encoding)]
+    if codes not in ctx.halves:
+        b = ctx.builder
+        shifted = b.node("BitShift", [b.cast(codes, TensorProto.UINT32), b.constant(8, np.uint32)], direction="RIGHT")
+        high = b.cast(shifted, TensorProto.UINT8, name=f"{codes}.high")
+        rest = b.node("BitwiseAnd", [codes, b.constant(255, np.int32)])
+        ctx.halves[codes] = (high, b.cast(rest, TensorProto.UINT8, name=f"{codes}.low"))
+    high, low = ctx.halves[codes]
+    above = ActivationEncoding(encoding.scale * 256.0, encoding.zero_point >> 8, TensorProto.UINT8)
+    return [(high, above), (low, ActivationEncoding(encoding.scale, encoding.zero_point & 255, TensorProto.UINT8))]
+
+
+def sum_accumulators(parts: Sequence[Linear], error: Fraction = Fraction(0), scale: Array | float = 1.0) -> Linear:
+    """Return the sum of a layer's accumulators, which is `error` from the real values, in real units.
+
+    Args:
+        parts: the accumulators, whose scales are products of float32 scales and of `scale`.
+        error: of the sum.
+        scale: of the weight.
+    """
+    terms = tuple(term for part in parts for term in part.terms)
+    if not are_float32(scale):
+        error += one_rounding(terms)
+    return replace(parts[0], terms=terms, error=error)
+
+
+def reach(activation: Sequence[Bytes]) -> Fraction:
+    """Return the largest magnitude of an activation, in real units."""
+    return sum((Fraction(e.scale) * max(e.zero_point, e.hi - e.zero_point) for _, e in activation), Fraction(0))
+
+
+_MOVED = ActivationEncoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An int32 tensor with `value = tensor * scale`, and its static bounds."""
+
+    name: str
+    scale: float
+    low: int
+    high: int
+
+
+def factor(ctx: LoweringContext, value: Value | None, what: str) -> Factor:
+    """Emit the centred integers of a quantized tensor, of its negative, or of a Concat of these.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    if isinstance(value, Joined) and all(step.fill is None for step in value.after):
+        parts = [factor(ctx, part, what) for part in value.parts]
+        if len({part.scale for part in parts}) == 1:
+            name = ctx.builder.node("Concat", [part.name for part in parts], axis=value.axis)
+            for step in value.after:
+                name = move(ctx, step, name, _MOVED, name)
+            return Factor(name, parts[0].scale, min(p.low for p in parts), max(p.high for p in parts))
+    line = _line(value) if isinstance(value, Lookup) else None
+    if not isinstance(value, Lookup) or line is None:
+        codes, encoding = require_codes(value, what)
+        line = (encoding.scale, encoding.zero_point, encoding.hi)
+    else:
+        codes = value.name
+    scale, zero, hi = line
+    b = ctx.builder
+    operands = [b.cast(codes, TensorProto.INT32), b.constant(zero, np.int32)]
+    ends = (-zero, hi - zero) if scale > 0 else (zero - hi, zero)
+    return Factor(b.node("Sub", operands if scale > 0 else operands[::-1]), abs(scale), *ends)
+
+
+def as_sum(ctx: LoweringContext, value: Value | None) -> Value | None:
+    """Return a Concat of signed parts as a sum of one term, so that constants apply to it; other values as they are."""
+    if not isinstance(value, Joined):
+        return value
+    found = factor(ctx, value, "its input")
+    zero, low, high = (np.asarray(v, np.int64) for v in (0, found.low, found.high))
+    return Linear((Term(found.name, np.asarray(found.scale, np.float64), zero, low, high),))
+
+
+def _line(value: Lookup) -> tuple[float, int, int] | None:
+    """`(scale, zero point, hi)` of a table that is a straight line through its zero point, rising or falling."""
+    if value.encoding is not None:
+        return value.encoding.scale, value.encoding.zero_point, value.encoding.hi
+    values = value.values.astype(np.float64)
+    zeros = np.flatnonzero(values == 0)
+    if values.size < 2 or zeros.size != 1:
+        return None
+    zero = int(zeros[0])
+    scale = float(values[zero + 1] if zero + 1 < values.size else -values[zero - 1])
+    straight = np.array_equal(value.values, np.float32(scale) * (np.arange(values.size, dtype=np.float32) - zero))
+    return (scale, zero, values.size - 1) if straight else None
+
+
+_LEVELS = 256  # of a block's scale over the channel's that stay exact
+_FLOAT32 = 2.0**-22  # a few roundings of float32, relative
+_SIGNED = 1.0 + 2.0**-7  # room for the highest byte where the lower ones are signed
+
+
+def to_channel_scales(blocks: BlockConstant, axis: int, bits: int) -> CodedConstant:
+    """Return a weight with positive scales as integers with one scale per index of `axis`.
+
+    Scales that are whole multiples of one scale, as two-level ones are, are multiplied in exactly, and powers of two
+    as far as `bits` reach. Else every weight is rounded to `bits` bits, relative to the largest one of its channel;
+    `error` of the result is the bound.
+    """
+    if axis == blocks.axis:  # a block of channels shares its scales
+        blocks = replace(blocks, scale=blocks.spread(blocks.scale), size=1)
+    shape = blocks.integers.shape
+    others = tuple(i for i in range(len(shape)) if i != axis)
+    channels = [1 if i in others else -1 for i in range(len(shape))]
+    rows = np.moveaxis(blocks.scale, axis, 0).reshape(shape[axis], -1)
+    largest, levels = rows.max(1).reshape(channels), _levels(rows)
+    if levels is not None:
+        unit = largest / levels.reshape(channels)
+        integers = blocks.integers * blocks.spread(np.rint(blocks.scale / unit).astype(np.int64))
+    else:
+        steps = blocks.integers * blocks.spread(blocks.scale / largest)
+        _, exponent = np.frexp(np.abs(steps).max(others, keepdims=True) * _SIGNED)
+        shift = bits - 1 - exponent
+        unit = np.ldexp(largest, -shift)
+        integers = np.rint(np.ldexp(steps, shift)).astype(np.int64)
+    found = integers * unit
+    off = np.abs(blocks.integers * blocks.spread(blocks.scale) - found).sum(others).max()
+    error = float_chain_bound(float(off))
+    if not are_float32(unit) or np.abs(integers).max(initial=0) >= 1 << 29:  # else these products are exact in float64
+        error += float_chain_bound(float(np.abs(found).sum(others).max())) * ROUNDING
+    return CodedConstant(integers, unit.reshape(-1), axis, blocks.dtype, error)
+
+
+def _levels(rows: Array) -> Array | None:
+    """Return for every row the least number of equal steps on which all its scales lie, None if a row has none."""
+    if len(rows) > 1 and _levels(rows[:1]) is None:  # nearly always one row shows it
+        return None
+    relative, levels = rows / rows.max(1, keepdims=True), np.zeros(len(rows), np.int64)
+    for count in range(1, _LEVELS + 1):
+        left = np.flatnonzero(levels == 0)
+        if not left.size:
+            break
+        exact = relative[left] * count
+        whole = np.rint(exact)
+        levels[left[(np.abs(exact - whole) <= _FLOAT32 * whole).all(1)]] = count
+    return levels if levels.all() else None
+
 
 _INT32 = (1 << 31) - 1
 _STORED_BITS: Mapping[int, int] = MappingProxyType(

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
+from onnx_backend.integer.fixed_point.curves import CURVES, bent
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
+    add,
     add_constant,
+    at_one_scale,
     bits,
     constant64,
     error_of_exponential,
@@ -44,7 +46,6 @@ from onnx_backend.integer.fixed_point.newton import (
     reciprocal_root,
     square_root,
 )
-from onnx_backend.integer.fixed_point.sums import add, at_one_scale
 from onnx_backend.integer.fixed_point.to_fixed import integer_scores, to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, integer_name, label, reduced_axes
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest

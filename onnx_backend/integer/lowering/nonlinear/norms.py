@@ -17,6 +17,7 @@ from onnx import NodeProto, TensorProto
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     SUM_ROOM,
+    add,
     add_constant,
     constant64,
     fit_to,
@@ -33,7 +34,6 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     total,
 )
 from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
-from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext, label
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Lookup, Refused, Value

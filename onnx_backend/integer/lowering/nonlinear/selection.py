@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, integer_name
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, gathered_as, integer_name
 from onnx_backend.integer.ir.values import (
     Array,
     Constant,
@@ -189,14 +189,6 @@ def _ranked(ctx: LoweringContext, value: Lookup | Constant, ranks: Array) -> str
     if isinstance(value, Constant):
         return ctx.builder.constant(places)
     return gathered_as(ctx, value.name, places, f"{value.name}.rank")
-
-
-def gathered_as(ctx: LoweringContext, codes: str, table: Array, name: str) -> str:
-    """Emit a table look-up of another dtype than codes: GatherElements on the flattened tensor is the fast form."""
-    b = ctx.builder
-    flat = b.node("Reshape", [b.cast(codes, TensorProto.INT32), b.constant([-1], np.int64)])
-    found = b.node("GatherElements", [b.constant(table), flat], axis=0)
-    return b.node("Reshape", [found, b.node("Shape", [codes])], name=name)
 
 
 # --- ArgMax, ArgMin, TopK: order -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
+    add,
     bits,
     constant64,
     error_of_exponential,
@@ -26,7 +27,6 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     spread,
 )
 from onnx_backend.integer.fixed_point.newton import factors_of_exponential, logarithm, table_of_exponentials
-from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
 from onnx_backend.integer.ir.context import GUARD, Args, LoweringContext, integer_name, label
 from onnx_backend.integer.ir.operations import Shares, Softmax

@@ -9,6 +9,7 @@ import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    add,
     add_constant,
     multiply,
     narrow_to,
@@ -17,7 +18,6 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     scale_by,
     single_scale,
 )
-from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import clip, to_fixed
 from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Refused, Value
