@@ -45,7 +45,7 @@ from qsdk.core.planning.plan import Plan, coverage_report
 from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, single_process
 from qsdk.core.report import Report
-from qsdk.core.shared_folder import OwnLock, SharedFolder
+from qsdk.core.shared_folder import PerCopyLock, SharedFolder
 from qsdk.core.sims.biases import OriginalBiases, with_notes, with_reasons
 from qsdk.core.sims.calibration import calibrate_sites
 from qsdk.core.sims.replan import replanned
@@ -158,7 +158,7 @@ class OnnxSim(StatefulSim):
         self.given = self._weights.hold()  # the user's float values, where verbs have changed them since
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
-        self._changing = OwnLock()  # sessions are built from one state, and dropped with it
+        self._changing = PerCopyLock()  # sessions are built from one state, and dropped with it
         self._spools: list[SharedFolder] = []  # of the simulation
         self.weights_folder: SharedFolder | None = None  # of large weights of a saved sim
 
@@ -249,7 +249,7 @@ class OnnxSim(StatefulSim):
             report = note_replaced_encodings(report, self._own, own)
         self._set(own)
         self.methods = Methods(method, weight_method, percentile, found.longest)
-        report = self.leave_coarse_float(report, found.ranges, found.parts)
+        report = self.leave_float(report, found.ranges, found.parts)
         return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:
@@ -315,7 +315,7 @@ class OnnxSim(StatefulSim):
             self.methods = state.methods or self.methods
             self._set(dict(state.own))
 
-    def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
+    def planned(self, config: QuantConfig, *, kept_float: Mapping[str, str] | None = None) -> SimState:
         """Return the state that another config leads to, without data.
 
         Raises:
@@ -324,7 +324,9 @@ class OnnxSim(StatefulSim):
         """
         extra = (*self.notes.folded, *self.notes.unfolded)
         before, stored, methods = self.snapshot(), self.stored_floats, self.methods
-        state = replanned(before, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
+        state = replanned(
+            before, self.graph, config, stored, methods=methods, extra_owners=extra, kept_float=kept_float
+        )
         return replace(state, plan=with_reasons_of_file(state.plan, self.notes))
 
     @contextmanager

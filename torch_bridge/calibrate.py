@@ -209,7 +209,7 @@ def calibrate(
     # what moves the values of such a site has no encoding either, though batches reach it
     moved = [site for site in (sim.plan.calibrated_sites() if unseen else ()) if not new[site].calibrated]
     unreached = {**dict.fromkeys(moved, _MOVES_UNREACHED), **dict.fromkeys(unseen, _UNREACHED)}
-    return with_notes(sim.leave_coarse_float(found.report, found.ranges, found.parts, unreached), sim.bias_remarks())
+    return with_notes(sim.leave_float(found.report, found.ranges, found.parts, unreached), sim.bias_remarks())
 
 
 def _observe(

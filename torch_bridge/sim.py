@@ -257,7 +257,7 @@ class QuantSim(StatefulSim):
             if quantizer.owns_encoding:
                 quantizer.replace_encoding(state.own.get(site))
 
-    def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
+    def planned(self, config: QuantConfig, *, kept_float: Mapping[str, str] | None = None) -> SimState:
         """Return the state that another config leads to, without data.
 
         Raises:
@@ -267,7 +267,7 @@ class QuantSim(StatefulSim):
         extra = (*self.folded, *self._unfolded)
         stored, methods = self.stored_floats, self.methods
         state = self.snapshot()
-        found = replanned(state, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
+        found = replanned(state, self.graph, config, stored, methods=methods, extra_owners=extra, kept_float=kept_float)
         return replace(found, plan=without_other_callers(found.plan, self.graph, self.model))
 
     @property

@@ -18,9 +18,9 @@ from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.repeated_session import RepeatedSession
 from onnx_backend.runtime.session import is_small_convolutional
-from qsdk.core.overlapped import cores, overlapped
 from qsdk.core.planning.plan import Decision, Turns
 from qsdk.core.planning.turning import pair_places
+from qsdk.core.prefetch import cores, prefetch
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.histogram import SAMPLES, STEPS
 from qsdk.core.ranges.ranges import Range
@@ -292,7 +292,7 @@ def observe(
         number, feeds = batch
         return number, dict(zip(names, run_session(session, feeds, f"batch {number}"), strict=True))
 
-    with closing(overlapped(run, read(), at_once)) as results:
+    with closing(prefetch(run, read(), at_once)) as results:
         for number, values in results:
             _add_statistics(watched, values, number, statistics)
             for item in watched:

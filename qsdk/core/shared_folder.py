@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 
-class OwnLock(RLock):  # type: ignore[misc]  # may be subclassed, although typeshed says it is final
+class PerCopyLock(RLock):  # type: ignore[misc]  # may be subclassed, although typeshed says it is final
     """A lock that its holder may take again, and that copies of the holder, also in another process, do not share.
 
     Taking and releasing it runs no Python code, so that no interrupt can come in between and leave it taken.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnLock, ()
+        return PerCopyLock, ()
 
 
 class SharedFolder:

@@ -28,7 +28,7 @@ from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import read_norms
 from qsdk.core.planning.plan import casts_of
-from qsdk.core.ranges.too_coarse import left_float
+from qsdk.core.ranges.unrepresentable import left_float
 from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
 from qsdk.core.sims.biases import read_biases, without_shifts
@@ -349,7 +349,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
     sim.untied = untied
     if then is not None:
         sim.model.to(now)
-    planned = sim.planned(require_config(file.state.config), coarse=left_float(file.state.plan))
+    planned = sim.planned(require_config(file.state.config), kept_float=left_float(file.state.plan))
     different = different_sites(file.state.plan, planned.plan)
     if different:
         raise ModelError(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of
 
 from qsdk.algorithms.solvers import adaround, gptq, seq_mse
-from qsdk.algorithms.solvers.evidence import with_held_back
+from qsdk.algorithms.solvers.heldout_check import with_held_back
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from qsdk.core.errors import ModelError
-from qsdk.core.shared_folder import OwnLock
+from qsdk.core.shared_folder import PerCopyLock
 from qsdk.core.site import owner_of, site_name
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.calls import CallNames, DataflowRecorder, Frame, Phase, Visitor, is_recomputing
@@ -227,10 +227,10 @@ class RuntimeState:
         self.written_in_training: dict[str, str] = {}
         self.only_training: dict[str, str] = {}
         self.caches: tuple[Cache, ...] = ()
-        self.cache_lock = OwnLock()
+        self.cache_lock = PerCopyLock()
         self.owner_thread: int | None = None
         self._forwards: dict[int, int] = {}  # thread in the middle of a forward pass -> thread it acts for
-        self._turn = OwnLock()
+        self._turn = PerCopyLock()
         self._pass = _PassOfThread()
         self._compiled_pass = ForwardPass()  # torch.compile cannot trace a thread-local value
 

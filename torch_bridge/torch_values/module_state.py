@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsdk.core.errors import ModelError
-from qsdk.core.shared_folder import OwnLock
+from qsdk.core.shared_folder import PerCopyLock
 from torch_bridge.torch_values.parameters import STATE
 
 _MISSING = object()
@@ -142,7 +142,7 @@ class Cache:
 
 
 @contextmanager
-def without_caches(caches: Sequence[Cache], one_at_a_time: OwnLock) -> Iterator[None]:
+def without_caches(caches: Sequence[Cache], one_at_a_time: PerCopyLock) -> Iterator[None]:
     """Empty caches before and after the block: what they hold depends on the phase of the sim.
 
     Threads that run a model with caches take turns, or one would empty a cache that another is about to read.
@@ -197,7 +197,7 @@ def find_caches(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> 
     keys = _keys_of({module for module, _ in kept}, filled, empty)
     caches = [_cache(key, empty) for key in (*kept, *keys)]
     if caches:
-        with torch.enable_grad(), without_caches(caches, OwnLock()):
+        with torch.enable_grad(), without_caches(caches, PerCopyLock()):
             after = attributes_of(model) if _runs_without_error(run) else {}
             computed = {
                 c.module for c in caches if any(t.requires_grad for t in tensors_in(after.get((c.module, c.name))))

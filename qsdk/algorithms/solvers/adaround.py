@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers import relaxation
-from qsdk.algorithms.solvers.evidence import Evidence, keep_nearest
+from qsdk.algorithms.solvers.heldout_check import HeldoutCheck, keep_nearest
 from qsdk.algorithms.solvers.on_torch import on_torch
+from qsdk.algorithms.solvers.output_chunks import solve_in_chunks
 from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.rounding import (
     SIDE_BY_SIDE,
@@ -19,7 +20,6 @@ from qsdk.algorithms.solvers.rounding import (
     coordinate_descent,
     order_by_diagonal,
 )
-from qsdk.algorithms.solvers.slabs import solve_in_slabs
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
@@ -72,7 +72,7 @@ def solve(
     if activation and problem.activation is not None:
         return _solve_behind_activation(on_torch(problem), count, damping, relaxed, shift_bias=shift_bias)
     options: dict[str, Any] = {"method": method, "count": count, "starts": starts, "damping": damping}
-    return solve_in_slabs(problem, partial(_solve, **options, relaxed=relaxed, shift_bias=shift_bias))
+    return solve_in_chunks(problem, partial(_solve, **options, relaxed=relaxed, shift_bias=shift_bias))
 
 
 def _solve(
@@ -89,17 +89,17 @@ def _solve(
     if (left := keep_nearest(problem)) is not None:
         return left
     grid, plain = _choices(problem)
-    evidence = Evidence.of(problem, shift_bias=shift_bias)
-    objective = Objective.of(evidence.judged, damping)
+    check = HeldoutCheck.of(problem, shift_bias=shift_bias)
+    objective = Objective.of(check.judged, damping)
     if method == "fast":
         codes = _fast(objective, grid, count, starts)
     else:
         codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
     rounded = (codes * grid.scale).mT
-    errors, errors_of_plain = evidence.errors(rounded), evidence.errors(plain)
+    errors, errors_of_plain = check.errors(rounded), check.errors(plain)
     worse = errors.worse(errors_of_plain)
     rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
-    return evidence.solution(problem.encoding, rounded, plain, (errors, errors_of_plain))
+    return check.solution(problem.encoding, rounded, plain, (errors, errors_of_plain))
 
 
 def _choices(problem: LayerProblem) -> tuple[WeightGrid, Tensor]:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.solvers.evidence import Evidence, keep_nearest
+from qsdk.algorithms.solvers.heldout_check import HeldoutCheck, keep_nearest
 from qsdk.algorithms.solvers.on_torch import cells_of_weights
+from qsdk.algorithms.solvers.output_chunks import solve_in_chunks
 from qsdk.algorithms.solvers.rounding import (
     BLOCK,
     SIDE_BY_SIDE,
@@ -20,7 +21,6 @@ from qsdk.algorithms.solvers.rounding import (
     coordinate_descent,
     order_by_diagonal,
 )
-from qsdk.algorithms.solvers.slabs import solve_in_slabs
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
@@ -67,7 +67,7 @@ def solve(
     factors = FACTORS if scales == "search" else (1.0,)
     options: dict[str, Any] = {"act_order": act_order, "damping": damping, "shift_bias": shift_bias}
     solver = partial(_solve, tried=factors, block_size=block_size, sweeps=sweeps, **options)
-    return solve_in_slabs(problem, solver)
+    return solve_in_chunks(problem, solver)
 
 
 def _solve(
@@ -83,8 +83,8 @@ def _solve(
     """Solve a problem on torch; `tried` are the factors of the scales, for the rest see `solve`."""
     if (left := keep_nearest(problem)) is not None:
         return left
-    evidence = Evidence.of(problem, shift_bias=shift_bias)
-    objective = Objective.of(evidence.judged, damping)
+    check = HeldoutCheck.of(problem, shift_bias=shift_bias)
+    objective = Objective.of(check.judged, damping)
     order = order_by_diagonal(objective.h)
     order = order if act_order else order.sort(-1).values
 
@@ -93,13 +93,13 @@ def _solve(
     fixed = WeightGrid.of(problem, problem.encoding)
     rounded, result = _descend(objective, (fixed, grid), codes, sweeps)
     plain = (fixed.nearest(objective.weight) * fixed.scale).mT
-    errors, errors_of_result, errors_of_plain = (evidence.errors(found) for found in (rounded, result, plain))
+    errors, errors_of_result, errors_of_plain = (check.errors(found) for found in (rounded, result, plain))
     worse = errors.worse(errors_of_plain)
     rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
     factors[errors_of_result.worse(errors, units_of(cells))] = 1
     scaled, encoding = factors != 1, _scale_encoding(problem, factors, cells)
     rounded, errors = torch.where(scaled[..., None], result, rounded), errors_of_result.where(scaled, errors)
-    return evidence.solution(encoding, rounded, plain, (errors, errors_of_plain))
+    return check.solution(encoding, rounded, plain, (errors, errors_of_plain))
 
 
 def _descend(

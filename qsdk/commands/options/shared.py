@@ -4,7 +4,6 @@ import argparse
 from typing import Any, get_args
 
 from qsdk.core.config.for_dialect import Dialect, RuntimeName, TimedRuntime
-
 from qsdk.core.config.rules import CHOICES
 
 CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"

@@ -187,7 +187,7 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     if context.config.only_linear and tensor not in context.linear_reads:
         return replace(bare, reason="no quantized linear layer reads it, and the config quantizes nothing else")
     if steers is not None:
-        return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.coarse else rule)
+        return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.kept_float else rule)
     lasting = assembled.get(tensor) == NO_KERNEL and (dtype.bits != 8 or choice.is_named("activation"))
     if tensor in assembled and not lasting:
         return replace(bare, reason=assembled[tensor], rule=rule)

@@ -89,9 +89,9 @@ NO_ELEMENTS = "it has no elements"
 class PlanningContext:
     """The facts that the steps of `make_plan` share."""
 
-    def __init__(self, graph: Graph, config: QuantConfig, coarse: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, graph: Graph, config: QuantConfig, kept_float: Mapping[str, str] = MappingProxyType({})) -> None:
         self.graph, self.config = graph, config
-        self.coarse = {graph.sites[site]: reason for site, reason in coarse.items() if site in graph.sites}
+        self.kept_float = {graph.sites[site]: reason for site, reason in kept_float.items() if site in graph.sites}
         self.resolver = Resolver(config)
         self.operands = {index: operands_of(graph, index) for index in range(len(graph.ops))}
         self.inputs, self.outputs = frozenset(graph.inputs), frozenset(graph.outputs)
@@ -106,7 +106,7 @@ class PlanningContext:
         counted = becomes_integers(graph)
         empty = {t: NO_ELEMENTS for t, facts in enumerate(graph.tensors) if facts.is_float and 0 in (facts.shape or ())}
         no_grid = {**guarded_divisors(graph), **counted, **infinite_tensors(graph), **empty}
-        self.steers |= {**self._outside_groups(no_grid), **self.coarse}
+        self.steers |= {**self._outside_groups(no_grid), **self.kept_float}
         for op, group in self.groups.items():
             self.operands[op] = operands_of(graph, op, group.roles)
         for index, made in enumerate(graph.ops):

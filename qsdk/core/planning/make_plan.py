@@ -78,7 +78,11 @@ _OF_INPUTS = frozenset({"input"})
 
 
 def make_plan(
-    graph: Graph, config: QuantConfig, *, extra_owners: Iterable[str] = (), coarse: Mapping[str, str] | None = None
+    graph: Graph,
+    config: QuantConfig,
+    *,
+    extra_owners: Iterable[str] = (),
+    kept_float: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide every tensor of the graph.
 
@@ -86,9 +90,9 @@ def make_plan(
         graph: of the model, read by either side.
         config: defaults and rules.
         extra_owners: owners that rules may name although they have no site (a folded BatchNorm).
-        coarse: site -> why a calibration has left it float.
+        kept_float: site -> why a calibration has left it float.
     """
-    context = PlanningContext(graph, config, coarse or {})
+    context = PlanningContext(graph, config, kept_float or {})
     _require_matches(context, tuple(extra_owners))
     wanted = plan_activations(context)
     activations = with_turning(graph, context.groups, constrain_matmuls(context, wanted))

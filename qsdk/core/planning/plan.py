@@ -12,7 +12,7 @@ from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.report import Report
 from qsdk.core.site import nearest_in_words, owner_of
 
-#: the `rule` of a decision that follows from the ranges of a calibration (`qsdk.core.ranges.too_coarse`)
+#: the `rule` of a decision that follows from the ranges of a calibration (`qsdk.core.ranges.unrepresentable`)
 BY_CALIBRATION = "the calibration"
 OF_CACHE = "keys and values of the cache"
 

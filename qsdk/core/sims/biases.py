@@ -187,11 +187,11 @@ def with_reasons(coverage: Report, remarks: Mapping[str, str]) -> Report:
     return Report(coverage.title, rows, coverage.summary)
 
 
-def with_left_float(report: Report, coarse: Mapping[str, str]) -> Report:
+def with_left_float(report: Report, kept_float: Mapping[str, str]) -> Report:
     """Return a report of calibration in which sites left float have no range, but the reason as `note`."""
-    rows = [row for row in report.rows if row["site"] not in coarse]
-    rows += [{"site": site, "dtype": "float32", "note": reason} for site, reason in coarse.items()]
-    return Report(report.title, rows, {**report.summary, "left_float": len(coarse)})
+    rows = [row for row in report.rows if row["site"] not in kept_float]
+    rows += [{"site": site, "dtype": "float32", "note": reason} for site, reason in kept_float.items()]
+    return Report(report.title, rows, {**report.summary, "left_float": len(kept_float)})
 
 
 def with_erased(report: Report, plan: Plan, remarks: Mapping[str, str]) -> Report:

@@ -16,7 +16,7 @@ from qsdk.core.planning.make_plan import make_plan, stays, without_effect
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.ranges.estimators import estimator
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from qsdk.core.ranges.too_coarse import left_float
+from qsdk.core.ranges.unrepresentable import left_float
 from qsdk.core.report import Report
 from qsdk.core.sims.calibration import encoding_of_stored, make_room_for_biases
 from qsdk.core.sims.state import Methods, SimState, StoredReader, encoding_of, matched_sites, owns_encoding
@@ -33,7 +33,7 @@ def replanned(
     *,
     methods: Methods,
     extra_owners: Iterable[str] = (),
-    coarse: Mapping[str, str] | None = None,
+    kept_float: Mapping[str, str] | None = None,
 ) -> SimState:
     """Return the state after planning again with another config, without data.
 
@@ -48,11 +48,11 @@ def replanned(
         stored: reads the stored tensors.
         methods: of the last calibration.
         extra_owners: owners that rules may name although they have no site.
-        coarse: site -> why a calibration leaves it float; None for the sites that earlier calibrations left float.
+        kept_float: site -> why a calibration leaves it float; None for the sites that earlier calibrations left float.
     """
     require_config(state.config)
-    coarse = left_float(state.plan) if coarse is None else coarse
-    plan = make_plan(graph, config, extra_owners=extra_owners, coarse=coarse)
+    kept_float = left_float(state.plan) if kept_float is None else kept_float
+    plan = make_plan(graph, config, extra_owners=extra_owners, kept_float=kept_float)
     return SimState(config, plan, _carried_over(state, plan, stored, methods))
 
 

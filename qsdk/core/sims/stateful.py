@@ -18,7 +18,7 @@ from qsdk.core.numerics.dtypes import DType, WeightType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan, explanation
 from qsdk.core.ranges.ranges import Range
-from qsdk.core.ranges.too_coarse import CalibrationResult, Parts, erased_parts, left_float, too_coarse
+from qsdk.core.ranges.unrepresentable import CalibrationResult, Parts, erased_parts, left_float, unrepresentable_sites
 from qsdk.core.report import Report
 from qsdk.core.sims.biases import OriginalBiases, bias_remarks, with_erased, with_left_float, without_shifts
 from qsdk.core.sims.replan import precision_config, precision_report
@@ -118,7 +118,7 @@ class StatefulSim(ABC):
             )
 
     @abstractmethod
-    def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
+    def planned(self, config: QuantConfig, *, kept_float: Mapping[str, str] | None = None) -> SimState:
         """Return the state that another config leads to, without data; see `qsdk.core.sims.replan.replanned`."""
 
     @abstractmethod
@@ -258,7 +258,7 @@ class StatefulSim(ABC):
             self.restore(after)
         return report
 
-    def leave_coarse_float(
+    def leave_float(
         self,
         report: Report,
         ranges: Mapping[str, Range],
@@ -283,13 +283,13 @@ class StatefulSim(ABC):
         report = with_erased(report, before.plan, erased_parts(self.graph, observed, parts))
         if before.config is None:
             return report
-        coarse = {**too_coarse(self.graph, observed), **unreached}
-        if not coarse:
+        reasons = {**unrepresentable_sites(self.graph, observed), **unreached}
+        if not reasons:
             return report
-        after = self.planned(before.config, coarse={**left_float(before.plan), **coarse})
+        after = self.planned(before.config, kept_float={**left_float(before.plan), **reasons})
         with put_back_on_error(self):
             self.restore(after)
-        return with_left_float(report, coarse)
+        return with_left_float(report, reasons)
 
     def replan(self, config: QuantConfig) -> None:
         """Plan again with another config. Sites with an unchanged spec keep their encodings, the others derive theirs.

@@ -22,7 +22,7 @@ from qsdk.algorithms.rotation.orthogonal import turned_online
 from qsdk.core.channel_maps.online import InputRotation, with_online_rules
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.ranges.too_coarse import left_float
+from qsdk.core.ranges.unrepresentable import left_float
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import owns_encoding
 from qsdk.core.site import site_name
@@ -200,7 +200,7 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 def _carry_over(sim: QuantSim | OnnxSim, new: QuantSim | OnnxSim) -> None:
     """Give the new sim the encodings of the old one, and what else verbs have left there."""
     new.methods, new.frozen_values, new.original_biases = sim.methods, sim.frozen_values, dict(sim.original_biases)
-    state = new.planned(require_config(new.config), coarse=left_float(sim.plan))
+    state = new.planned(require_config(new.config), kept_float=left_float(sim.plan))
     known = state.plan.decisions
     own = {site: e for site, e in sim.snapshot().own.items() if site in known and owns_encoding(known[site])}
     new.restore(replace(state, own=own))

@@ -56,7 +56,7 @@ class CalibrationResult:
         return result, encoding if free else None
 
 
-def too_coarse(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
+def unrepresentable_sites(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
     """Return, by site, why it has to stay float, given what reads it and its observed range."""
     return {**_divisors_of_zero(graph, observed), **_wide_angles(graph, observed)}
 

@@ -1,4 +1,4 @@
-"""Large layers, such as the head of a language model, a few thousand outputs at a time: memory for one slab only.
+"""Large layers, such as the head of a language model, a few thousand outputs at a time: memory for one chunk only.
 
 Outputs do not depend on one another unless they share scales.
 """
@@ -15,37 +15,37 @@ from qsdk.core.freed_memory import give_back
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.encoding import Encoding
 
-#: Weights of a slab, at least. It has no fewer outputs than inputs: the factors of the second moments, which each slab
-#: computes again, would cost as much as the rest.
+#: Weights of a chunk, at least. It has no fewer outputs than inputs: the factors of the second moments, which each
+#: chunk computes again, would cost as much as the rest.
 WEIGHTS = 1 << 22
 
 
-def solve_in_slabs(problem: LayerProblem, solver: Solver, *, weights: int = WEIGHTS) -> Solution:
-    """Solve a layer whose outputs have scales of their own a slab of outputs at a time; another layer as a whole.
+def solve_in_chunks(problem: LayerProblem, solver: Solver, *, weights: int = WEIGHTS) -> Solution:
+    """Solve a layer whose outputs have scales of their own a chunk of outputs at a time; another layer as a whole.
 
-    What a solver estimates over all outputs (the part of their gain that is due to chance) is then the slab's own.
+    What a solver estimates over all outputs (the part of their gain that is due to chance) is then the chunk's own.
 
     Args:
         problem: with an encoding of its spec's granularity.
         solver: of whole problems on torch, each output by itself.
-        weights: of a slab, at least.
+        weights: of a chunk, at least.
 
     Returns:
         The solution of the whole problem.
     """
-    slabs = _slabs(problem, weights)
-    if len(slabs) == 1:
+    chunks = _chunks(problem, weights)
+    if len(chunks) == 1:
         return solver(on_torch(problem))
-    return _solve_each(problem, slabs, solver)
+    return _solve_each(problem, chunks, solver)
 
 
-def _slabs(problem: LayerProblem, weights: int) -> list[slice]:
+def _chunks(problem: LayerProblem, weights: int) -> list[slice]:
     """Return ranges of outputs; one where outputs share scales, or are in groups of inputs of their own."""
     groups, outputs, inputs = problem.layout.matrix_shape
     step = max(inputs, weights // inputs)
     if groups > 1 or problem.spec.scale_dtype is not None or _axis_of_outputs(problem) is None:
         return [slice(0, outputs)]
-    bounds = [*range(0, max(outputs - step // 2, 1), step), outputs]  # no slab is smaller than half of the others
+    bounds = [*range(0, max(outputs - step // 2, 1), step), outputs]  # no chunk is smaller than half of the others
     return [slice(*pair) for pair in pairwise(bounds)]
 
 
@@ -60,12 +60,12 @@ def _axis_of_outputs(problem: LayerProblem) -> int | None:
     return axis if along != axis else None
 
 
-def _solve_each(problem: LayerProblem, slabs: list[slice], solver: Solver) -> Solution:
-    """Solve each slab, and join the solutions; relative errors are weighted by the energies of the slabs' outputs."""
+def _solve_each(problem: LayerProblem, chunks: list[slice], solver: Solver) -> Solution:
+    """Solve each chunk, and join the solutions; relative errors are weighted by the energies of the chunks' outputs."""
     weight, shift = None, None
     scales: list[Any] = []
     errors, energies = np.zeros(2), 0.0
-    for rows in slabs:
+    for rows in chunks:
         give_back()
         part = on_torch(_part(problem, rows))
         found = solver(part)
@@ -88,7 +88,7 @@ def _solve_each(problem: LayerProblem, slabs: list[slice], solver: Solver) -> So
 
 
 def _energy(part: LayerProblem) -> float:
-    """Return what the relative errors of a slab are relative to: that of all data."""
+    """Return what the relative errors of a chunk are relative to: that of all data."""
     held_back = part.held_back
     others = 0.0 if held_back is None or not held_back.rows else float(held_back.energy.sum())
     return float(part.energy.sum()) + others

@@ -1,4 +1,4 @@
-"""Large layers are solved a slab of outputs at a time, with the solution of the whole."""
+"""Large layers are solved a chunk of outputs at a time, with the solution of the whole."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import torch
 from random_problems import problem_of
 
 from qsdk.algorithms.solvers import adaround, gptq
-from qsdk.algorithms.solvers.slabs import solve_in_slabs
+from qsdk.algorithms.solvers.output_chunks import solve_in_chunks
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, WeightLayout
 from qsdk.core.numerics.dtypes import int4, uint4
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
@@ -31,19 +31,19 @@ WHOLE = [
 @pytest.mark.parametrize("solver", [gptq, adaround], ids=["gptq", "adaround"])
 @pytest.mark.parametrize(("layout", "granularity"), LAYERS)
 @pytest.mark.parametrize("held_back", [0, 500])
-def test_slabs_give_the_solution_of_the_whole(solver, layout, granularity, held_back, monkeypatch):
+def test_chunks_give_the_solution_of_the_whole(solver, layout, granularity, held_back, monkeypatch):
     # without drift of the inputs nothing is due to chance
     problem = problem_of(layout, Spec(int4, granularity), held_back=held_back, noise=0.0)
     whole = solver.solve(problem)
     parts: list[int] = []
-    evidence_of = solver.Evidence.of
+    check_of = solver.HeldoutCheck.of
 
     def counted(part: LayerProblem, **options: bool) -> object:
         parts.append(part.weight.shape[1])
-        return evidence_of(part, **options)
+        return check_of(part, **options)
 
-    monkeypatch.setattr(solver, "solve_in_slabs", partial(solve_in_slabs, weights=12))
-    monkeypatch.setattr(solver.Evidence, "of", counted)
+    monkeypatch.setattr(solver, "solve_in_chunks", partial(solve_in_chunks, weights=12))
+    monkeypatch.setattr(solver.HeldoutCheck, "of", counted)
     found = solver.solve(problem)
     assert len(parts) >= 2
     assert sum(parts) == layout.matrix_shape[1]
@@ -65,11 +65,11 @@ def test_outputs_that_depend_on_one_another_are_solved_together(layout, spec):
         sizes.append(part.weight.shape[1])
         return gptq.solve(part)
 
-    solve_in_slabs(problem, solver, weights=1)
+    solve_in_chunks(problem, solver, weights=1)
     assert sizes == [problem.weight.shape[1]]
 
 
-def test_a_slab_is_no_smaller_than_half_of_the_others():
+def test_a_chunk_is_no_smaller_than_half_of_the_others():
     for outputs in range(25, 140, 7):
         problem = problem_of(WeightLayout("linear", (outputs, 12)), Spec(int4, PerChannel(0)))
         sizes: list[int] = []
@@ -78,7 +78,7 @@ def test_a_slab_is_no_smaller_than_half_of_the_others():
             sizes.append(part.weight.shape[1])
             return partial(gptq.solve, scales="fixed", sweeps=0)(part)
 
-        solve_in_slabs(problem, solver, weights=1)
+        solve_in_chunks(problem, solver, weights=1)
         assert sum(sizes) == outputs
         assert min(sizes) >= 6
         assert len(sizes) > 1

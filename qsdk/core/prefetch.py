@@ -15,7 +15,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def overlapped(work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[Result]:
+def prefetch(work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[Result]:
     """Yield `work(item)` of each item, in their order, computed in threads of their own.
 
     Items are read in the caller's thread, as late as possible. What reading or working raises comes where a loop over
@@ -27,7 +27,7 @@ def overlapped(work: Callable[[Item], Result], items: Iterable[Item], most: int)
         most: items that are read and whose result is not yielded yet; 1 for a plain loop in the caller's thread.
 
     Example:
-        >>> list(overlapped(abs, [-1, 2, -3], 2))
+        >>> list(prefetch(abs, [-1, 2, -3], 2))
         [1, 2, 3]
     """
     if most == 1:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from qsdk.core.overlapped import overlapped
+from qsdk.core.prefetch import prefetch
 
 
 def failing_at(last: int, read: list[int]):
@@ -21,13 +21,13 @@ def test_results_come_in_order_while_two_items_are_under_way():
         both.wait()
         return number * number
 
-    assert list(overlapped(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
+    assert list(prefetch(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_no_more_items_are_read_than_asked_for(most: int):
     read: list[int] = []
-    results = overlapped(lambda number: number, failing_at(9, read), most)
+    results = prefetch(lambda number: number, failing_at(9, read), most)
     for number in range(5):
         assert next(results) == number
         assert len(read) == number + most
@@ -37,7 +37,7 @@ def test_no_more_items_are_read_than_asked_for(most: int):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_an_error_of_the_items_comes_after_the_results_before_it(most: int):
     seen: list[int] = []
-    results = overlapped(lambda number: number, failing_at(4, []), most)
+    results = prefetch(lambda number: number, failing_at(4, []), most)
     with pytest.raises(OSError, match="the data ends"):
         seen.extend(results)
     assert seen == [0, 1, 2, 3]
@@ -51,7 +51,7 @@ def test_an_error_of_the_work_comes_before_one_of_later_items(most: int):
         return number
 
     seen: list[int] = []
-    results = overlapped(work, failing_at(2, []), most)
+    results = prefetch(work, failing_at(2, []), most)
     with pytest.raises(ValueError, match="item 1"):
         seen.extend(results)
     assert seen == [0]
@@ -59,7 +59,7 @@ def test_an_error_of_the_work_comes_before_one_of_later_items(most: int):
 
 def test_no_thread_stays_when_the_iterator_is_closed():
     before = threading.active_count()
-    results = overlapped(lambda number: number, range(9), 2)
+    results = prefetch(lambda number: number, range(9), 2)
     assert next(results) == 0
     assert threading.active_count() > before
     results.close()

@@ -1,4 +1,4 @@
-"""The evidence for a rounded weight: its errors on all data and on held-back data, beside those of nearest rounding."""
+"""The check for a rounded weight: its errors on all data and on held-back data, beside those of nearest rounding."""
 
 from dataclasses import dataclass, replace
 
@@ -53,7 +53,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class HeldoutCheck:
     """A problem with the statistics of all data, and the criteria for solutions.
 
     Attributes:
@@ -69,8 +69,8 @@ class Evidence:
     shifts: bool
 
     @classmethod
-    def of(cls, problem: LayerProblem, *, shift_bias: bool) -> "Evidence":
-        """Return the evidence for a problem on torch; the bias is only shifted where there is one."""
+    def of(cls, problem: LayerProblem, *, shift_bias: bool) -> "HeldoutCheck":
+        """Return the check for a problem on torch; the bias is only shifted where there is one."""
         data, held_back = with_held_back(problem), problem.held_back
         if not (shift_bias and problem.bias is not None and data.mean is not None):
             return cls(data, data, held_back, shifts=False)
