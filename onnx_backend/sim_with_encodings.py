@@ -36,7 +36,7 @@ from onnx_backend.runtime.session import with_float_weights
 from onnx_backend.sim import OnnxSim
 from onnx_backend.validation.rules import require_valid
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.encodings.match_to_model import MatchedEncodings, require_matched
+from qsdk.core.encodings.tensors import MatchedEncodings, require_matched
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DType, dtype_named

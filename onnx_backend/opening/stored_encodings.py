@@ -11,7 +11,7 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.qdq.read import QdqPair, digest, frozen_digests, qdq_pairs, read_casts
 from qsdk.core.encodings.qsdk_format import StoredEncodings, loads
-from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
+from qsdk.core.encodings.tensors import TensorFacts, tensor_facts
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import Encoding

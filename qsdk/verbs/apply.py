@@ -12,10 +12,9 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_with_encodings import NOT_MENTIONED, sim_with_encodings
 from qsdk.core.config.for_dialect import Dialect
 from qsdk.core.encodings.formats import read_any
-from qsdk.core.encodings.match_to_model import UNMATCHED, MatchedEncodings, match_by_name, match_by_structure
 from qsdk.core.encodings.provenance import GRAPH
 from qsdk.core.encodings.qsdk_format import StoredEncodings
-from qsdk.core.encodings.tensor_facts import tensor_facts
+from qsdk.core.encodings.tensors import UNMATCHED, MatchedEncodings, match_by_name, match_by_structure, tensor_facts
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.graph_json import graph_from_text
 from qsdk.core.read_files import read_text

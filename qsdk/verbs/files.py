@@ -19,11 +19,11 @@ from onnx_backend.proto import model_io
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings import qsdk_format
-from qsdk.core.encodings.aimet.write import dumps_aimet
+from qsdk.core.encodings.aimet_write import dumps_aimet
 from qsdk.core.encodings.formats import OWN, facts_of, own_rows, read_any, require_version
 from qsdk.core.encodings.provenance import installed, provenance_of
 from qsdk.core.encodings.qsdk_format import StoredEncodings
-from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, in_layout_of, tensor_facts
+from qsdk.core.encodings.tensors import TensorFacts, counterparts, in_layout_of, tensor_facts
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import read_norms

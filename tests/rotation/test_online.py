@@ -12,7 +12,7 @@ from torch import nn
 
 import qsdk
 from qsdk.algorithms.rotation.orthogonal import online_factors, turned_online
-from qsdk.core.channel_maps.online import find_online
+from qsdk.core.channel_maps.rotated_weights import find_online
 from qsdk.core.errors import FileFormatError, ModelError
 from qsdk.verbs.doors.choose import door_of
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from onnx_backend.integer.firmware.arena import StaticOp, StaticTensor, spatial
+from onnx_backend.integer.firmware.static import StaticOp, StaticTensor, spatial
 
 #: What all functions share. The right shift of a negative number is left to the compiler by C: these have none.
 HELPERS = """

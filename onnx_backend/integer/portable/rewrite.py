@@ -17,8 +17,7 @@ from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import FIXED_SIZES
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.values import Array, Refused
-from onnx_backend.integer.portable.exact_ranges import FUSING, INT32, LIMITS, REDUCTIONS
-from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
+from onnx_backend.integer.portable.numbers import FUSING, INT32, LIMITS, REDUCTIONS, Arithmetic, Number, constant
 from onnx_backend.proto.inputs import static_sizes
 from onnx_backend.proto.nodes import attributes
 from qsdk.core.graph.op_facts import BLOCK_MOVES, MOVEMENTS

@@ -3,10 +3,10 @@
 Sums of products are computed in float64 by BLAS, which is exact as long as they stay below 2**53, or in int64.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from onnx import helper
 
 from onnx_backend.integer.ir.values import Array
-from onnx_backend.integer.reference.selection import SELECTION_OPS
 from qsdk.core.numerics import affine
 
 Attributes = Mapping[str, Any]
@@ -294,9 +293,58 @@ def _dequantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array | N
     return np.asarray(affine.dequantize(x.astype(np.float32), scales, zeros))
 
 
+def _top_k(attrs: Attributes, x: Array, k: Array) -> tuple[Array, Array]:
+    axis = attrs.get("axis", -1)
+    keys = x.astype(np.int64) * (-1 if attrs.get("largest", 1) else 1)
+    # a stable sort leaves the smaller index first among equals, as the standard asks
+    order = np.argsort(keys, axis=axis, kind="stable").take(np.arange(int(k.reshape(-1)[0])), axis)
+    return np.take_along_axis(x, order, axis), order.astype(np.int64)
+
+
+def _scatter_nd(attrs: Attributes, x: Array, indices: Array, updates: Array) -> Array:
+    found = x.copy()
+    rows = indices.reshape(-1, indices.shape[-1])
+    blocks = updates.reshape(len(rows), *x.shape[indices.shape[-1] :])
+    choose = _CHOICES[attrs.get("reduction", b"none")]
+    for row, block in zip(rows.tolist(), blocks, strict=True):
+        found[tuple(row)] = choose(found[tuple(row)], block)
+    return found
+
+
+def _scatter_elements(attrs: Attributes, x: Array, indices: Array, updates: Array) -> Array:
+    found, axis = x.copy(), attrs.get("axis", 0) % x.ndim
+    choose = _CHOICES[attrs.get("reduction", b"none")]
+    for place in np.ndindex(*indices.shape):
+        target = (*place[:axis], int(indices[place]), *place[axis + 1 :])
+        found[target] = choose(found[target], updates[place])
+    return found
+
+
+#: The new value of a scattered element, from the old value and the one that is written.
+_CHOICES: Mapping[bytes, Callable[[Any, Any], Any]] = MappingProxyType(
+    {b"none": lambda old, new: new, b"max": np.maximum, b"min": np.minimum, b"add": np.add}
+)
+
+
+def _depth_to_space(attrs: Attributes, x: Array) -> Array:
+    size = attrs["blocksize"]
+    n, c, h, w = x.shape
+    if attrs.get("mode", b"DCR") == b"DCR":
+        blocks = x.reshape(n, size, size, c // size**2, h, w).transpose(0, 3, 4, 1, 5, 2)
+    else:
+        blocks = x.reshape(n, c // size**2, size, size, h, w).transpose(0, 1, 4, 2, 5, 3)
+    return blocks.reshape(n, c // size**2, h * size, w * size)
+
+
+def _space_to_depth(attrs: Attributes, x: Array) -> Array:
+    size = attrs["blocksize"]
+    n, c, h, w = x.shape
+    blocks = x.reshape(n, c, h // size, size, w // size, size).transpose(0, 3, 5, 1, 2, 4)
+    return blocks.reshape(n, c * size**2, h // size, w // size)
+
+
 OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        **SELECTION_OPS,
         "Abs": lambda a, x: np.abs(x),
         "Add": _arithmetic(np.add),
         "And": lambda a, x, y: x & y,
@@ -310,6 +358,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "Concat": lambda a, *parts: np.concatenate(parts, a["axis"]),
         "ConvInteger": _conv_integer,
         "CumSum": _cum_sum,
+        "DepthToSpace": _depth_to_space,
         "DequantizeLinear": _dequantize,
         "Div": _div,
         "Equal": lambda a, x, y: x == y,
@@ -319,15 +368,19 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "GatherElements": _gather_elements,
         "GatherND": _gather_nd,
         "Greater": lambda a, x, y: x > y,
+        "GreaterOrEqual": lambda a, x, y: x >= y,
         "Identity": lambda a, x: x,
         "Less": lambda a, x, y: x < y,
         "LessOrEqual": lambda a, x, y: x <= y,
         "MatMul": _matmul,
         "MatMulInteger": _matmul_integer,
-        "Max": lambda a, *parts: functools.reduce(np.maximum, parts),
+        "Max": lambda a, *parts: reduce(np.maximum, parts),
         "MaxPool": _max_pool,
+        "Min": lambda a, *parts: reduce(np.minimum, parts),
         "Mod": lambda a, x, y: np.mod(x, y),
         "Mul": _arithmetic(np.multiply),
+        "Not": lambda a, x: ~x,
+        "Or": lambda a, x, y: x | y,
         "Pad": _pad,
         "QuantizeLinear": _quantize,
         "Range": lambda a, start, limit, delta: np.arange(int(start), int(limit), int(delta), dtype=start.dtype),
@@ -336,14 +389,19 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "ReduceSum": _reduce(np.sum),
         "Reshape": _reshape,
         "Resize": _resize,
+        "ScatterElements": _scatter_elements,
+        "ScatterND": _scatter_nd,
         "Shape": _shape,
         "Slice": _slice,
+        "SpaceToDepth": _space_to_depth,
         "Split": _split,
         "Squeeze": _squeeze,
         "Sub": _arithmetic(np.subtract),
         "Tile": lambda a, x, repeats: np.tile(x, repeats),
+        "TopK": _top_k,
         "Transpose": lambda a, x: x.transpose(a.get("perm")),
         "Unsqueeze": _unsqueeze,
         "Where": lambda a, condition, x, y: np.where(condition, x, y),
+        "Xor": lambda a, x, y: x ^ y,
     }
 )

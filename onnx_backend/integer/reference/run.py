@@ -4,15 +4,14 @@ Every op of the integer models of `integer.convert` is computed here from the ON
 exactly and an int32 overflow raises instead of wrapping.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.ops import OPS
-from onnx_backend.integer.reference.scan import Body, scan
 from qsdk.core.errors import DataError, IntegerError
 
 
@@ -59,16 +58,34 @@ def _run_nodes(nodes: Iterable[NodeProto], tensors: dict[str, Array]) -> None:
 
 
 def _scan(attributes: Mapping[str, Any], *inputs: Array) -> tuple[Array, ...]:
-    """Execute a Scan whose body reads nothing from outside."""
-    graph = attributes["body"]
+    """Execute a Scan along first axes, whose body reads nothing from outside."""
+    if attributes.get("scan_input_axes") or attributes.get("scan_output_axes"):
+        raise OverflowError("a Scan along other axes than the first is not an op of integer-only models")
+    graph, count = attributes["body"], attributes["num_scan_inputs"]
     kept = {tensor.name: _constant(tensor) for tensor in graph.initializer}
-
-    def run(given: Sequence[Array]) -> list[Array]:
-        tensors = kept | dict(zip((info.name for info in graph.input), given, strict=True))
+    states, names = list(inputs[:-count]), [info.name for info in graph.input]
+    declared = graph.output[len(states) :]
+    columns: list[list[Array]] = [[] for _ in declared]
+    turned_in = attributes.get("scan_input_directions") or [0] * count
+    turned_out = attributes.get("scan_output_directions") or [0] * len(columns)
+    read = [x[::-1] if turned else x for x, turned in zip(inputs[-count:], turned_in, strict=True)]
+    for parts in zip(*read, strict=True):
+        given = [*states, *(np.asarray(part) for part in parts)]
+        tensors = kept | dict(zip(names, given, strict=True))
         _run_nodes(graph.node, tensors)
-        return [tensors[info.name] for info in graph.output]
+        results = [tensors[info.name] for info in graph.output]
+        for column, result in zip(columns, results[len(states) :], strict=True):
+            column.append(result)
+        states = results[: len(states)]
+    stacks = [np.stack(column) if column else _empty(info) for column, info in zip(columns, declared, strict=True)]
+    return (*states, *(x[::-1] if turned else x for x, turned in zip(stacks, turned_out, strict=True)))
 
-    return tuple(scan(attributes, {"body": Body(graph.output, run)}, *inputs))
+
+def _empty(info: ValueInfoProto) -> Array:
+    """Return the stack of results of a body that never ran; an undeclared size is 0."""
+    kind = info.type.tensor_type
+    sizes = [int(dim.dim_value) for dim in kind.shape.dim]
+    return np.zeros((0, *sizes), helper.tensor_dtype_to_np_dtype(kind.elem_type))
 
 
 def _constant(tensor: Any) -> Array:

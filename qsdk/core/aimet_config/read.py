@@ -8,7 +8,7 @@ from typing import Any
 
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.config.rules import OF_TORCH, as_fixed_range
-from qsdk.core.encodings.aimet.document import Checked
+from qsdk.core.encodings.checked import Checked
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import LINEAR, ONNX_OPS
 from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, float32, int32

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from qsdk.core.encodings.aimet.read import VERSIONS, AimetFile, is_aimet, read_aimet
-from qsdk.core.encodings.aimet.stated import complete
-from qsdk.core.encodings.aimet.write import WRITTEN
+from qsdk.core.encodings.aimet_read import VERSIONS, AimetFile, complete, is_aimet, read_aimet
+from qsdk.core.encodings.aimet_write import WRITTEN
 from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, read_own
-from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
+from qsdk.core.encodings.tensors import TensorFacts, by_name
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding

@@ -19,7 +19,7 @@ from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.qdq.marks import mark
 from onnx_backend.sim import OnnxSim
 from qsdk.algorithms.rotation.orthogonal import turned_online
-from qsdk.core.channel_maps.online import InputRotation, with_online_rules
+from qsdk.core.channel_maps.rotated_weights import InputRotation, with_online_rules
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges.unrepresentable import left_float

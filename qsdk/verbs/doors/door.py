@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
-from qsdk.core.channel_maps.online import InputRotation
+from qsdk.core.channel_maps.rotated_weights import InputRotation
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding

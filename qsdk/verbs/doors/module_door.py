@@ -18,7 +18,7 @@ from onnx_backend.parity import parity
 from onnx_backend.parity.teacher import RunOn
 from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
-from qsdk.core.channel_maps.online import InputRotation
+from qsdk.core.channel_maps.rotated_weights import InputRotation
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import norms_to_json

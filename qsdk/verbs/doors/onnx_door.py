@@ -23,7 +23,7 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
 from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize, run_graph, unsupported_ops
-from qsdk.core.channel_maps.online import InputRotation
+from qsdk.core.channel_maps.rotated_weights import InputRotation
 from qsdk.core.channel_maps.scalings import clips_at_six
 from qsdk.core.errors import ConfigError, QsdkError
 from qsdk.core.graph.graph import Graph

@@ -11,8 +11,14 @@ import numpy.typing as npt
 
 from qsdk.algorithms.rotation.learned import LearnedRotation, learn_rotation
 from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, online_factors, random_orthogonal, randomized_hadamard
-from qsdk.core.channel_maps.online import InputRotation, OnlineRotation, find_online
-from qsdk.core.channel_maps.rotated_weights import fold_obstacle, gain_of, rotated_values
+from qsdk.core.channel_maps.rotated_weights import (
+    InputRotation,
+    OnlineRotation,
+    find_online,
+    fold_obstacle,
+    gain_of,
+    rotated_values,
+)
 from qsdk.core.channel_maps.rotation_groups import RotationGroup, find_rotation_groups
 from qsdk.core.channel_maps.scalings import obstacle
 from qsdk.core.errors import ConfigError

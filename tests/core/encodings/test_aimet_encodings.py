@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.encodings.aimet.write import WRITTEN, dumps_aimet
+from qsdk.core.encodings.aimet_write import WRITTEN, dumps_aimet
 from qsdk.core.encodings.formats import read_any
-from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
+from qsdk.core.encodings.tensors import TensorFacts, tensor_facts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import (
     DTYPES,

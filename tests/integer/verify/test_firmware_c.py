@@ -15,7 +15,7 @@ from integer_models import Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.firmware.header import header
+from onnx_backend.integer.firmware.files import header
 from onnx_backend.integer.firmware.program import firmware_program
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main

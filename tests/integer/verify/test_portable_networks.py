@@ -11,7 +11,7 @@ from onnx import TensorProto, shape_inference
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
-from onnx_backend.integer.portable.exact_ranges import LIMITS
+from onnx_backend.integer.portable.numbers import LIMITS
 from onnx_backend.integer.verify.run_both import random_inputs
 from qsdk.core.errors import ConfigError, IntegerError
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
-from onnx_backend.integer.portable.quotients import divided_by_powers
+from onnx_backend.integer.portable.numbers import Arithmetic, Number, constant, divided_by_powers
 from onnx_backend.integer.reference.run import run_reference
 
 COUNT = 40

@@ -5,7 +5,7 @@ import pytest
 from every_runtime import onnxruntime, openvino
 from onnx import helper, numpy_helper
 
-from onnx_backend.integer.portable.exact_ranges import FLOAT32, INT32, LIMITS
+from onnx_backend.integer.portable.numbers import FLOAT32, INT32, LIMITS
 from onnx_backend.integer.reference.ops import OPS
 
 AXIS = {"axes": np.array([1])}

@@ -1,4 +1,4 @@
-"""Typed reading of AIMET's JSON: booleans as strings, and errors that name the key."""
+"""Typed reading of JSON: booleans also in AIMET's spelling, and errors that name the key."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Writing AIMET's encodings files, versions 1.0.0, 2.0.0 and 2.1.0; see `read.py` for the conventions.
+"""Writing AIMET's encodings files, versions 1.0.0, 2.0.0 and 2.1.0; see `aimet_read.py` for the conventions.
 
 Scales are written as doubles with the exact float32 values, so that readers of doubles compute with the same ones.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from qsdk.core.encodings.aimet.stated import Stated, channel_axis_of, in_order, to_stated, with_sign_of
-from qsdk.core.encodings.tensor_facts import TensorFacts
+from qsdk.core.encodings.aimet_read import Stated, channel_axis_of, in_order, to_stated, with_sign_of
+from qsdk.core.encodings.tensors import TensorFacts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.block_scales import TwoLevel, split_block_scales
 from qsdk.core.numerics.dtypes import DTYPES, DType
