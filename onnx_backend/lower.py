@@ -56,20 +56,7 @@ def insert(
 ) -> tuple[ModelProto, list[dict[str, Any]]]:
     """Replace every mark by its decision: Q/DQ, an integer initializer, a pair of casts, or nothing.
 
-    Args:
-        model: marked; it is not changed.
-        plan: the decision for each site; a site without one stays float.
-        encodings: of every quantized site, tied sites and biases included.
-        opset: the model comes out at this one, or above if a dtype needs it.
-        dialect: `onnx` writes the pure form everywhere, `onnxruntime` the form that the installed runtime loads.
-
-    Returns:
-        The model, with graph inputs and outputs under their old names, and one row per site: `site`, `dtype`, `form`,
-        `zero_point_bytes_saved`.
-
-    Raises:
-        ExportError: a site has no encoding, or one that cannot be written.
-        ModelError: one site marks two tensors.
+    Returns the model, with graph inputs and outputs under their old names, and the rows of `lower` in whole.
     """
     lowered = lower(model, plan, encodings, opset=opset, dialect=dialect)
     return with_large(lowered.model, lowered.large), lowered.rows
@@ -85,17 +72,21 @@ def lower(
     weights: Mapping[str, Array] | None = None,
     prefer: Prefer = "size",
 ) -> LoweredModel:
-    """Replace the marks as `insert` does, but compute large stored tensors only when they are written.
+    """Replace every mark by its decision, and compute large stored tensors only when they are written.
 
     Args:
-        marked: as for `insert`.
-        plan: as for `insert`.
-        encodings: as for `insert`.
-        opset: as for `insert`.
-        dialect: as for `insert`.
+        marked: it is not changed.
+        plan: the decision for each site; a site without one stays float.
+        encodings: of every quantized site, tied sites and biases included.
+        opset: the model comes out at this one, or above if a dtype needs it.
+        dialect: of the runtime that the model is written for.
         weights: the values of those stored tensors that the model has only stubs of, by name.
-        prefer: `speed` stores weights of 4 bits in 8 in the dialect of ONNX Runtime, where it has integer kernels for
-            these alone. It dequantizes packed ones in every run.
+        prefer: `speed` stores weights of 4 bits in 8 where the runtime has integer kernels for these alone; it
+            dequantizes packed ones in every run.
+
+    Raises:
+        ExportError: a site has no encoding, or one that cannot be written.
+        ModelError: one site marks two tensors.
     """
     runtime = runtime_named(dialect)
     if prefer == "speed" and runtime.whole_bytes:

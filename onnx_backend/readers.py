@@ -1,13 +1,13 @@
 """A graph with Q/DQ pairs: who makes and reads which tensor, and the names that tables of runtimes have for readers."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto
+from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, producers
-from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.graph_queries import consumers, initializers, producers, unique
+from onnx_backend.proto.nodes import attributes, set_metadata
 from qsdk.core.graph.op_facts import EXTREMES, LINEAR, MOVEMENTS
 
 Form = Literal["output_dtype", "zero_point", "both"]
@@ -139,3 +139,18 @@ def pair_before(node: NodeProto, known: Readers) -> NodeProto | None:
     quantize = known.makers.get(maker.input[0])
     is_wide = quantize is not None and quantize.op_type == "QuantizeLinear" and known.dtype(quantize).endswith("16")
     return None if is_wide else maker
+
+
+def copy_node(
+    tensor: str, taken: set[str], op: str = "Sum", *more: str, end: str = "apart", **options: Any
+) -> NodeProto:
+    """Return a node that repeats a tensor, so that a runtime does not see what reads it beside what makes it."""
+    name = unique(f"{tensor}/{end}", taken)
+    node = helper.make_node(op, [tensor, *more], [name], unique(name, taken), **options)
+    set_metadata(node, copy_of=tensor)
+    return node
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, such as names of ops."""
+    return frozenset(text.split())

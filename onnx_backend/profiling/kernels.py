@@ -102,11 +102,11 @@ class Profile:
 def precision_of(
     op_type: str, reads: Collection[str], makes: Collection[str], *, from_codes: bool, in_integers: bool
 ) -> Precision:
-    """Return what a kernel computes with.
+    """Return what a kernel computes with, by the types of its inputs and results in the runtime's words.
 
     Args:
         op_type: of the kernel.
-        reads: types of its inputs, in the runtime's words.
+        reads: types of its inputs.
         makes: types of its results.
         from_codes: it reads results of integer kernels: numbers in a type that indices have too.
         in_integers: it is known to multiply integers, although it reads float scales or gives float results.
@@ -193,15 +193,11 @@ def plain_type(op_type: str) -> str:
 
 
 def nodes_of(model: ModelProto, kernels: Sequence[Kernel]) -> list[list[NodeProto]]:
-    """Return the nodes of the file that each kernel runs, in their order; none for one of the runtime's own.
+    """Return the nodes of the file that each kernel of its numbered copy runs; none for one of the runtime's own.
 
     A kernel names some of them, by a node or a tensor. The others lie between these. In front of a kernel are the
     DequantizeLinear that it does without; behind it are the QuantizeLinear and the activation; and where many nodes
     became one of another type (a LayerNormalization), all between them belong to it.
-
-    Args:
-        model: the file as it is.
-        kernels: of its numbered copy.
     """
     graph = _FileNodes(model)
     found = [graph.named_by(kernel) for kernel in kernels]

@@ -20,12 +20,7 @@ _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
 
 def rows_of(model: ModelProto, found: Profile) -> Iterator[dict[str, Any]]:
-    """Yield a row per kernel, in the order in which they run: see `qsdk.analysis.profile`.
-
-    Args:
-        model: that was profiled.
-        found: its profile.
-    """
+    """Yield a row per kernel of a profiled model, in the order in which they run: see `qsdk.analysis.profile`."""
     nodes = nodes_of(model, found.kernels)
     total = sum(kernel.ms for kernel in found.kernels) or 1.0
     for kernel, own, layer in zip(found.kernels, nodes, layers_of(model, found.kernels, nodes), strict=True):
@@ -60,9 +55,7 @@ def cures_of(model: ModelProto, found: Profile) -> list[dict[str, Any]]:
 def random_feeds_for(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
     """Return random values of the declared sizes: an open batch is 1, other open sizes are those of the example.
 
-    Raises:
-        ConfigError: a size is open and neither given nor noted in the file, or `shapes` names no input.
-        ModelError: an input is no numeric tensor.
+    A size that is open, neither given nor noted in the file, is a ConfigError.
     """
     inputs, noted, rng, found = inputs_of(model), noted_example(model), np.random.default_rng(0), {}
     unknown = sorted(set(shapes) - {item.name for item in inputs})

@@ -74,19 +74,10 @@ def _more(count: int) -> str:
 def open_watched(
     model: ModelProto | Path, options: Mapping[str, Any], folder: str
 ) -> tuple[UserSession, GraphProto | None]:
-    """Open an ordinary session, and return it with the graph that the runtime has made of the model.
+    """Open an ordinary session, and return it with the graph that the runtime has made of the model, if it writes one.
 
-    Args:
-        model: a file, or a model.
-        options: of the session.
-        folder: an empty one, for the graph; its weights are not written where the system lets them be dropped.
-
-    Returns:
-        None for the graph where the runtime cannot write it.
-
-    Raises:
-        EndedProcessError: the model ends the process.
-        RuntimeError: what the runtime raised, in its words.
+    The graph goes into an empty folder, its weights nowhere where the system lets them be dropped. What the runtime
+    raises is passed on, in its words.
     """
     path = Path(folder) / "optimized.onnx"
     with suppress(OSError):
@@ -115,9 +106,7 @@ def slow_parts(model: ModelProto) -> list[Slow]:
 def slow_in(graph: GraphProto, label: Callable[[str], str] = str) -> list[Slow]:
     """Return the causes in a graph that the runtime has made, one for all places of a kind.
 
-    Args:
-        graph: the runtime's.
-        label: turns the name of a node of the file into what it is called.
+    `label` turns the name of a node of the file into what it is called.
     """
     known, found = Readers(graph), dict[Slow, list[Slow]]()
     for node in graph.node:
@@ -217,9 +206,7 @@ def _codes_of(tensor: str, known: Readers) -> str | None:
 def kernels_by_site(model: ModelProto, graph: GraphProto) -> dict[str, str]:
     """Return site -> the kernels that run it: of a stored tensor its reader's, of an activation its maker's.
 
-    Args:
-        model: the file, with the metadata of its sites.
-        graph: that the runtime has made of it.
+    `graph` is what the runtime has made of the model.
     """
     names = {node.name for node in model.graph.node}
     kernels = [
@@ -257,10 +244,5 @@ def kernels_by_site(model: ModelProto, graph: GraphProto) -> dict[str, str]:
 
 
 def is_own(node: NodeProto, named: bool) -> bool:
-    """Return True for a kernel that the runtime puts between others and that computes nothing.
-
-    Args:
-        node: of the runtime's graph.
-        named: a node of the file has its name.
-    """
+    """Return True for a kernel between others that computes nothing, unless a node of the file has its name."""
     return node.op_type in _OWN and not named

@@ -95,8 +95,7 @@ def write_fast_forms(model: ModelProto) -> None:
 def with_pairs(model: ModelProto) -> ModelProto:
     """Return the model, or a changed copy, with the nodes that `write_fast_forms` has replaced.
 
-    Raises:
-        FileFormatError: a form does not compute what the nodes compute that it says to stand for.
+    A form that does not compute what it says to stand for is a FileFormatError.
     """
     if not _forms_of(model):
         return model
@@ -164,11 +163,7 @@ def _forms_of(model: ModelProto) -> dict[str, bytes]:
 
 
 class _Writer:
-    """A graph while forms are written.
-
-    Attributes:
-        nodes: so far.
-    """
+    """A graph while forms are written; `nodes` are those so far."""
 
     def __init__(self, model: ModelProto) -> None:
         self.graph, self.known, self.taken = model.graph, Readers(model.graph), names_in(model.graph)

@@ -31,11 +31,7 @@ _LAYERS = frozenset({"MatMul", "Gemm"})
 
 
 def quantize_inputs(model: ModelProto) -> None:
-    """Put nodes that round it in front of each layer whose weight says so, in place; layers that have them keep them.
-
-    Raises:
-        ExportError: something else than such a layer reads the weight.
-    """
+    """Put nodes that round it in front of each layer whose weight says so, in place; those that have them keep them."""
     graph = model.graph
     readers, taken = consumers(graph.node), names_in(graph)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
@@ -116,11 +112,7 @@ def _drop_unread(model: ModelProto) -> None:
 def _layers(
     weight: NodeProto, readers: Mapping[str, Sequence[NodeProto]], site: str, *, turned: bool = False
 ) -> Iterator[tuple[NodeProto, bool]]:
-    """Yield the layers that multiply with a dequantized weight, and whether they read it with its axes swapped.
-
-    Raises:
-        ExportError: something else reads it.
-    """
+    """Yield the layers that multiply with a dequantized weight, and whether they read it with its axes swapped."""
     name = weight.output[0]
     for reader in readers.get(name, []):
         if reader.op_type == "Transpose" or COPY_KEY in metadata(reader):

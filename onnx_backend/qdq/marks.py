@@ -89,11 +89,7 @@ class UnpackedQdq:
 
 
 def open_qdq(model: ModelProto) -> UnpackedQdq:
-    """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `lower`.
-
-    Raises:
-        FileFormatError: an encoding cannot be read; names the node.
-    """
+    """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `lower`."""
     opened = load(as_simulated(model))
     blocks = input_blocks(opened.graph.node)
     without_rounded_inputs(opened)

@@ -15,6 +15,7 @@ from onnx_backend.proto.graph_queries import initializers, names_in, producers, 
 from onnx_backend.proto.nodes import attributes, node_label, replace_nodes
 from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of
 from onnx_backend.proto.weightless import checkable, inferred_skeleton, known_types, refill, skeleton
+from onnx_backend.readers import words
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.encoding import Encoding
 
@@ -23,73 +24,12 @@ _CONVERTER = 15  # onnx's converter has no way further down
 _IR = {13: 7, 14: 7, 15: 8, 16: 8, 17: 8, 18: 8, 19: 9, 20: 9}
 _KEPT = "qsdk.kept"  # the domain in which nodes pass the converter unchanged
 #: operators whose later forms only add types and attributes, for many of which onnx's converter knows no way down
-_SAME = frozenset(
-    [
-        "QuantizeLinear",
-        "DequantizeLinear",
-        "Abs",
-        "Add",
-        "And",
-        "Cast",
-        "CastLike",
-        "Concat",
-        "Constant",
-        "ConstantOfShape",
-        "CumSum",
-        "Div",
-        "Equal",
-        "Erf",
-        "Exp",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "GatherElements",
-        "GatherND",
-        "Gemm",
-        "Greater",
-        "GreaterOrEqual",
-        "GRU",
-        "HardSwish",
-        "Identity",
-        "LeakyRelu",
-        "Less",
-        "LessOrEqual",
-        "Log",
-        "LSTM",
-        "MatMul",
-        "Max",
-        "Min",
-        "Mod",
-        "Mul",
-        "Neg",
-        "Not",
-        "Or",
-        "Pow",
-        "PRelu",
-        "Reciprocal",
-        "Relu",
-        "Reshape",
-        "RNN",
-        "ScatterElements",
-        "ScatterND",
-        "Shape",
-        "Sigmoid",
-        "Sign",
-        "Size",
-        "Slice",
-        "Softmax",
-        "Sqrt",
-        "Squeeze",
-        "Sub",
-        "Sum",
-        "Tanh",
-        "Tile",
-        "Transpose",
-        "Trilu",
-        "Unsqueeze",
-        "Where",
-        "BatchNormalization",
-    ]
+_SAME = words(
+    "QuantizeLinear DequantizeLinear Abs Add And Cast CastLike Concat Constant ConstantOfShape CumSum Div Equal Erf "
+    "Exp Expand Flatten Gather GatherElements GatherND Gemm Greater GreaterOrEqual GRU HardSwish Identity LeakyRelu "
+    "Less LessOrEqual Log LSTM MatMul Max Min Mod Mul Neg Not Or Pow PRelu Reciprocal Relu Reshape RNN "
+    "ScatterElements ScatterND Shape Sigmoid Sign Size Slice Softmax Sqrt Squeeze Sub Sum Tanh Tile Transpose Trilu "
+    "Unsqueeze Where BatchNormalization"
 )
 _OPSET_OF = {"int8": 13, "uint8": 13, "int32": 13} | dict.fromkeys(
     ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"), 19
@@ -97,11 +37,7 @@ _OPSET_OF = {"int8": 13, "uint8": 13, "int32": 13} | dict.fromkeys(
 
 
 def require_sayable(encodings: Mapping[str, Encoding], opset: int) -> None:
-    """Refuse encodings that an opset below 21 cannot say.
-
-    Raises:
-        ExportError: names the sites, and the lowest opset that can say them.
-    """
+    """Refuse encodings that an opset below 21 cannot say; the ExportError names the lowest opset that can."""
     needed = {
         site: OPSET if encoding.block_size is not None else _OPSET_OF.get(encoding.dtype.container, OPSET)
         for site, encoding in encodings.items()
@@ -118,14 +54,10 @@ def require_sayable(encodings: Mapping[str, Encoding], opset: int) -> None:
 
 
 def at_older_opset(model: ModelProto, opset: int) -> ModelProto:
-    """Return a Q/DQ model at an opset from 13 to 20; its large stored tensors stay where they are.
+    """Return a Q/DQ model at an opset from 13 to 20, its large stored tensors where they are; the model is changed.
 
-    Args:
-        model: at opset 21 or above, its pairs in a form that the opset knows; it is changed.
-        opset: the one to write.
-
-    Raises:
-        ExportError: an operator has no form there; names it and the lowest opset that the model can have.
+    Its pairs are in a form that the opset knows. Where an operator has no form there, the ExportError names it and the
+    lowest opset that the model can have.
     """
     try:
         return _converted(model, opset)
@@ -205,11 +137,7 @@ def _has(op_type: str, opset: int) -> bool:
 
 
 def _require_forms(model: ModelProto, opset: int) -> None:
-    """Refuse operators, inputs and attributes that an opset does not have, in place; drop those that change nothing.
-
-    Raises:
-        RuntimeError: names the node.
-    """
+    """Refuse operators, inputs and attributes that an opset does not have, in place; drop those that change nothing."""
     stored, makers = initializers(model.graph), producers(model.graph.node)
     for node in model.graph.node:
         if not _has(node.op_type, opset):

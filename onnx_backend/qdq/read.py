@@ -68,9 +68,7 @@ class QdqPair:
 def read(model: ModelProto) -> dict[str, Encoding]:
     """Return the encoding of every quantized site, recovered from the Q/DQ nodes themselves.
 
-    Raises:
-        FileFormatError: a scale or zero point is computed, of a type that cannot be read, or not positive; names the
-            node.
+    A scale or zero point that is computed, of a type that cannot be read, or not positive is a FileFormatError.
     """
     return {place.site: place.encoding for place in qdq_pairs(model)}
 
@@ -82,11 +80,7 @@ def read_casts(model: ModelProto) -> dict[str, str]:
 
 
 def qdq_pairs(model: ModelProto) -> list[QdqPair]:
-    """Return the DequantizeLinear of every quantized site in graph order, the first of each site.
-
-    Raises:
-        FileFormatError: see `read`.
-    """
+    """Return the DequantizeLinear of every quantized site in graph order, the first of each site; see `read`."""
     found: dict[str, QdqPair] = {}
     for place in _pairs(model):
         found.setdefault(place.site, place)
@@ -142,17 +136,7 @@ def encoding_of_pair(
     stored: Mapping[str, TensorProto],
     made_by: Mapping[str, NodeProto],
 ) -> Encoding:
-    """Return the encoding of a DequantizeLinear and the QuantizeLinear in front of it.
-
-    Args:
-        node: the DequantizeLinear.
-        quantize: None behind a stored tensor.
-        stored: name -> stored tensor.
-        made_by: name -> node that makes it.
-
-    Raises:
-        FileFormatError: see `read`.
-    """
+    """Return the encoding of a DequantizeLinear and the QuantizeLinear in front of it, if there is one; see `read`."""
     facts = metadata(node)
     dtype = _dtype(node, quantize, stored)
     scale, zero_point = _parameters(node, stored, made_by)
@@ -267,11 +251,7 @@ def _narrowed(
 
 
 def require_written(decisions: Iterable[Decision]) -> None:
-    """Refuse sites with the range of each token, for which ONNX has no quantizer.
-
-    Raises:
-        ExportError: names the first of them, and the remedy.
-    """
+    """Refuse sites with the range of each token, for which ONNX has no quantizer."""
     for decision in decisions:
         if decision.spec is not None and decision.spec.dynamic == "token":
             raise ExportError(

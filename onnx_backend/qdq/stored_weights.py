@@ -33,15 +33,10 @@ _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 def store(
     at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: str, output: str, tensor_type: str = FLOAT32
 ) -> NodeProto:
-    """Replace a mark that yields `output`, of a float type, by the stored `source`, quantized, and a DequantizeLinear.
-
-    Returns the latter.
+    """Replace a mark by the stored `source`, quantized, and a DequantizeLinear, which is returned.
 
     A tensor that every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only
     a DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
-
-    Raises:
-        ExportError: the encoding does not fit the tensor's shape.
     """
     values = at.values(source)
     permutation = _foldable(at, output, len(values.dims))

@@ -35,11 +35,7 @@ def write_zero_points(model: ModelProto) -> list[NodeProto]:
 
 
 class _Writer:
-    """A graph whose pairs get zero points.
-
-    Attributes:
-        written: the DequantizeLinear nodes that got one.
-    """
+    """A graph whose pairs get zero points; `written` are the DequantizeLinear nodes that got one."""
 
     def __init__(self, graph: GraphProto) -> None:
         self.graph, self.known, self.taken = graph, Readers(graph), names_in(graph)

@@ -20,9 +20,6 @@ def drop_zero_products(model: ModelProto) -> None:
     The zeros have no encoding, so that the layer stays float, and a runtime dequantizes its weight in every run. The
     values are the same: a dequantized weight is finite. A weight that nothing else reads keeps its layer, and the file
     the weight's site.
-
-    Args:
-        model: with Q/DQ.
     """
     graph = model.graph
     stored, makers, readers = initializers(graph), producers(graph.node), consumers(graph.node)

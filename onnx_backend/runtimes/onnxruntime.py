@@ -50,11 +50,7 @@ _INT8_LEVEL = 4  # the level of accuracy at which MatMulNBits rounds its input t
 
 
 def _require_kernels(encodings: Mapping[str, Encoding]) -> None:
-    """Refuse dtypes that the runtime cannot run at any level.
-
-    Raises:
-        ExportError: names the sites and the dialect that can be written.
-    """
+    """Refuse dtypes that the runtime cannot run at any level."""
     found = [site for site, encoding in encodings.items() if encoding.dtype.name in _WITHOUT_KERNELS]
     if found:
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
@@ -145,18 +141,10 @@ def _headers(model: ModelProto) -> ModelProto:
 
 
 class OnnxRuntimeRunner:
-    """A model in ONNX Runtime's default session, in a process of its own.
-
-    Attributes:
-        title: name and version of the runtime.
-    """
+    """A model in ONNX Runtime's default session, in a process of its own."""
 
     def __init__(self, model: ModelProto) -> None:
-        """Open a model.
-
-        Raises:
-            ModelError: the runtime cannot load it at its default level.
-        """
+        """Open a model; a ModelError if the runtime cannot load it at its default level."""
         self.title = f"ONNX Runtime {ort.__version__}"
         try:
             self.session = user_session(model)
@@ -174,18 +162,7 @@ class OnnxRuntimeRunner:
 
 
 def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], *, threads: int | None, repeats: int) -> Profile:
-    """Return the kernels of a model, each with the median of its times.
-
-    Args:
-        model: with numbered nodes.
-        feeds: input name -> value.
-        threads: of the session; None for the runtime's own choice.
-        repeats: runs that are timed, after a few that are not.
-
-    Raises:
-        ModelError: the runtime cannot load the model.
-        DataError: it does not run on these values.
-    """
+    """Return the kernels of a model with numbered nodes, each with the median of its times."""
     title = f"ONNX Runtime {ort.__version__}"
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
         options: dict[str, Any] = {"intra_op_num_threads": threads or 0, "enable_profiling": True}

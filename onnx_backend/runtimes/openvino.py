@@ -63,23 +63,13 @@ AS_WRITTEN = MappingProxyType({"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANT
 class OpenVinoRunner:
     """A model in OpenVINO on the CPU: float parts in float32, nothing quantized that the model does not quantize.
 
-    Attributes:
-        title: name and version of the runtime.
-        version: of the runtime.
-        compiled: OpenVINO's own `CompiledModel`; None before the first run.
-        request: its `InferRequest`, which holds the counters of a model that is compiled with `PERF_COUNT`.
+    Before the first run, `compiled` and `request` (OpenVINO's own, which holds the counters of `PERF_COUNT`) are None.
     """
 
     def __init__(self, model: ModelProto, *, fixed_sizes: bool = False, **options: Any) -> None:
-        """Keep a model until its first run.
+        """Keep a model until its first run; `options` are OpenVINO's own properties to compile it with.
 
-        Args:
-            model: it is not changed.
-            fixed_sizes: compile it for the sizes that it is run on; else once, as it is written, with its open axes.
-            options: OpenVINO's own properties to compile it with.
-
-        Raises:
-            ConfigError: OpenVINO is not installed.
+        It is compiled once, as it is written, with its open axes; with fixed sizes for those that it is run on.
         """
         self.openvino = installed_package("openvino", "openvino")
         self.version = self.openvino.__version__.split("-")[0]
@@ -131,13 +121,9 @@ def _in_short(error: Exception) -> str:
 
 
 def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], *, threads: int | None, repeats: int) -> Profile:
-    """Return the layers that the plug-in runs, after its fusions; see `profile_in_onnxruntime`.
+    """Return the layers that the plug-in runs, after its fusions.
 
     Its counters are averages over all runs, so the time of a layer is the mean of the repeats.
-
-    Raises:
-        ConfigError: OpenVINO is not installed.
-        ModelError: it cannot compile or run the model.
     """
     options: dict[str, Any] = {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
     runner = OpenVinoRunner(with_weights(model), PERF_COUNT=True, **options)

@@ -98,11 +98,6 @@ class QnnRunner:
     """A model on the HTP backend of QNN; on x86-64, its package holds an emulation of the processor.
 
     The processor computes for fixed sizes: the model is compiled for those that it is run on.
-
-    Attributes:
-        title: name and version of the runtime.
-        processor: the plug-in's options that name the processor.
-        session: ONNX Runtime's session; None before the first run.
     """
 
     def __init__(
@@ -114,9 +109,6 @@ class QnnRunner:
             model: it is not changed.
             cpu_fallback: let ONNX Runtime's CPU run what QNN does not take; else such a model is refused.
             processor: the plug-in's options that name one; None for `EMULATED`, and on a device for its own.
-
-        Raises:
-            ConfigError: the plug-in is not installed.
         """
         self.package = installed_package("onnxruntime_qnn", "qnn")
         self.title = f"QNN HTP by onnxruntime-qnn {self.package.__version__}"
@@ -232,14 +224,7 @@ def _findings(model: ModelProto) -> Iterator[Finding]:
 
 
 def _of_node(node: NodeProto, known: Readers, beyond: frozenset[str], long_rows: frozenset[str]) -> Iterator[Finding]:
-    """Yield what the HTP computes wrong: it sums zero points, moves codes between grids, and averages what is no pixel.
-
-    Args:
-        node: any.
-        known: of the graph.
-        beyond: see `_pools_beyond_the_edge`.
-        long_rows: see `_softmax_of_long_rows`.
-    """
+    """Yield what the HTP computes wrong: it sums zero points, moves codes between grids, averages what is no pixel."""
     if node.op_type in ("LSTM", "GRU") and pair_before(node, known) is not None:
         problem = "the runtime computes it up to 3 steps of 8 bits off, or 746 of 16 (measured on a voice detector)"
         yield warning(node_label(node), "dialect", problem, "check it with check_parity(runtime='qnn')")

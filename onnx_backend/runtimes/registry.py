@@ -27,11 +27,7 @@ WRITTEN_KEY = "qsdk.written_for"  # property of a model: the form in which it wa
 
 
 def runtime_named(dialect: str) -> Runtime:
-    """Return the runtime of a dialect.
-
-    Raises:
-        ConfigError: there is no such dialect.
-    """
+    """Return the runtime of a dialect; a ConfigError if there is none."""
     if dialect not in RUNTIMES:
         raise ConfigError(f"unknown dialect {dialect!r}; choose one of {', '.join(RUNTIMES)}")
     return RUNTIMES[dialect]
@@ -46,8 +42,7 @@ def note_form(model: ModelProto, runtime: Runtime, prefer: str) -> None:
 def noted_form(model: ModelProto) -> tuple[Runtime, Prefer] | None:
     """Return the runtime that a model says it is written for, and whether for speed or size; None if it says nothing.
 
-    Raises:
-        FileFormatError: it names a dialect that this version does not know.
+    A dialect that this version does not know is a FileFormatError.
     """
     text = metadata(model).get(WRITTEN_KEY)
     if text is None:
@@ -68,11 +63,8 @@ def noted_form(model: ModelProto) -> tuple[Runtime, Prefer] | None:
 def open_in(name: str, model: ModelProto, *, whole: bool = True) -> Runner:
     """Open a model, or a part of one, in a runtime.
 
-    A part, whose inputs may lack a rank, is compiled for the sizes of the values that it is run on.
-
-    Raises:
-        ConfigError: there is no such runtime, or it is not installed.
-        ModelError: it cannot compile the model.
+    A part, whose inputs may lack a rank, is compiled for the sizes of the values that it is run on. A ConfigError if
+    there is no such runtime, or it is not installed; a ModelError if it cannot compile the model.
     """
     runtime = RUNTIMES.get(name)
     if runtime is None or runtime.open is None:
@@ -82,11 +74,7 @@ def open_in(name: str, model: ModelProto, *, whole: bool = True) -> Runner:
 
 
 def timed_runtime(name: str) -> Runtime:
-    """Return a runtime whose times can be taken.
-
-    Raises:
-        ConfigError: it is unknown, or only emulated.
-    """
+    """Return a runtime whose times can be taken; a ConfigError if it is unknown, or only emulated."""
     runtime = RUNTIMES.get(name)
     if runtime is None or runtime.time is None:
         known = ", ".join(one.name for one in RUNTIMES.values() if one.time is not None)
@@ -102,13 +90,7 @@ def timed_runtime(name: str) -> Runtime:
 def profile(
     model: ModelProto, feeds: Mapping[str, Array], *, runtime: str, threads: int | None, repeats: int
 ) -> Profile:
-    """Time a model in a runtime, kernel by kernel; each time is the median of the repeats.
-
-    Raises:
-        ConfigError: the runtime is unknown, not installed, or its times would say nothing; options below 1.
-        ModelError: the runtime cannot load the model.
-        DataError: it does not run on these values.
-    """
+    """Time a model in a runtime, kernel by kernel; each time is the median of the repeats."""
     time = timed_runtime(runtime).time
     assert time is not None
     if repeats < 1 or (threads is not None and threads < 1):

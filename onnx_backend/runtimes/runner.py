@@ -21,22 +21,15 @@ RuntimeName = Literal["onnxruntime", "openvino", "qnn"]
 
 
 class Runner(Protocol):
-    """A model that is open in a runtime.
-
-    Attributes:
-        title: name and version of the runtime.
-    """
+    """A model that is open in a runtime, whose name and version `title` says."""
 
     title: str
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Run the model; return its outputs in graph order.
 
-        Args:
-            feeds: input name -> value; values of inputs that the model lacks are left out.
-
-        Raises:
-            ModelError: the runtime cannot compile the model for these sizes, or run it.
+        Values of inputs that the model lacks are left out; a ModelError if the runtime cannot compile the model for
+        these sizes, or run it.
         """
         ...
 
@@ -45,9 +38,6 @@ class SizedModel:
     """A model of which a copy is compiled for the sizes of the values that it is to be run on.
 
     Some runtimes need the sizes of all tensors, or at least their ranks; an application fixes them before it compiles.
-
-    Attributes:
-        inputs: names of the model's inputs.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -56,11 +46,7 @@ class SizedModel:
         self.sizes: dict[str, tuple[int, ...]] | None = None
 
     def given(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the values of the model's own inputs, as arrays.
-
-        Raises:
-            DataError: one has another size than the one that the model was written for.
-        """
+        """Return the values of the model's own inputs; a DataError if the model was written for another size."""
         found = {name: np.asarray(feeds[name]) for name in self.inputs if name in feeds}
         for name, value in found.items():
             sizes = self.declared[name]
@@ -99,15 +85,7 @@ OpenRunner = Callable[[ModelProto], Runner]
 
 
 def installed_package(name: str, extra: str) -> ModuleType:
-    """Import the package of a runtime.
-
-    Args:
-        name: of the Python package.
-        extra: of qsdk that installs it.
-
-    Raises:
-        ConfigError: it is not installed, with the command that installs it.
-    """
+    """Import the package of a runtime; a ConfigError names the extra of qsdk that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -15,7 +15,7 @@ from onnx import ModelProto, NodeProto
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.nodes import node_label
-from onnx_backend.readers import Readers, grid, is_shifted, pair_before, quantizers, type_name
+from onnx_backend.readers import Readers, grid, is_shifted, pair_before, quantizers, type_name, words
 from onnx_backend.validation.scope import Finding, error, warning
 from qsdk.core.graph.op_facts import MOVEMENTS, SHAPE_OPS
 from qsdk.core.numerics.dtypes import DTYPES
@@ -82,7 +82,7 @@ class RuntimeTable:
 def labels(ops: str, weights: str = "") -> frozenset[str]:
     """Return the labels of ops, or of layers with each of these weights (a comma separates them)."""
     if not weights:
-        return frozenset(ops.split())
+        return words(ops)
     return frozenset(f"{op}/{weight.strip()}" for op in ops.split() for weight in weights.split(","))
 
 

@@ -30,14 +30,10 @@ def validate(model: ModelProto, *, dialect: str | None = None) -> Report:
 
 
 def require_readable(model: ModelProto, runtime: Runtime) -> dict[str, list[str]]:
-    """Refuse a model that a runtime would refuse or misread.
+    """Refuse a model that a runtime would refuse or misread; the ExportError names each node with its remedy.
 
-    Returns:
-        What it computes a few steps off, in words, under `computed_otherwise`; what it computes right but slowly, under
-        `placement`; and what its table does not know, under `not_probed`.
-
-    Raises:
-        ExportError: names each node with its remedy.
+    Returns what it computes a few steps off, in words, under `computed_otherwise`; what it computes right but slowly,
+    under `placement`; and what its table does not know, under `not_probed`.
     """
     found = list(runtime.findings(model))
     wrong = [f"{item.node or 'the model'}: {item.problem}; {item.remedy}" for item in found if item.severity == "error"]

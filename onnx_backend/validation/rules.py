@@ -471,12 +471,9 @@ def findings(model: ModelProto) -> Iterator[Finding]:
 
 
 def require_valid(model: ModelProto, where: str) -> None:
-    """Refuse a model that cannot be loaded as it is.
+    """Refuse a model that cannot be loaded as it is; the FileFormatError names `where` and the node.
 
     A model that only lacks a kernel can still be opened, read and validated, and weights of any dtype can be simulated.
-
-    Raises:
-        FileFormatError: it has errors, or the runtime is too old for it; the message names `where` and the node.
     """
     for finding in findings(model):
         if finding.severity == "error" or finding.rule == "runtime":

@@ -17,6 +17,7 @@ from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_input
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import all_nodes, bodies
 from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
+from onnx_backend.readers import words
 
 _CAST, _ATTRIBUTES = "kernel_cast", "kernel_attributes"
 ONE_ROUNDING = "one_rounding"  # metadata of a node whose result the module does not round on its own
@@ -33,22 +34,18 @@ LACKING = frozenset({"bfloat16", "float64"})
 ROUNDED = frozenset(_CODES)
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_MOVING = _words(
+_MOVING = words(
     "Cast CastLike Concat ConstantOfShape Flatten Gather GatherElements GatherND Identity Reshape ScatterElements "
     "ScatterND Shape Slice Split Squeeze Transpose Unsqueeze"
 )
 #: dtype -> ops whose CPU kernels take it wherever their schema does (measured, onnxruntime 1.32; of float16 only some);
 #: `tests/onnx_backend/workarounds/test_kernel_casts.py` derives the table again on the installed runtime
 KERNELS: Mapping[str, frozenset[str]] = {
-    "bfloat16": _MOVING | _words("IsInf Sign"),
+    "bfloat16": _MOVING | words("IsInf Sign"),
     # those that move or choose values, and Q/DQ; all others round once, as float32 kernels between casts do
-    "float16": _MOVING | _words("Clip Compress DequantizeLinear Dropout Expand Max Min QuantizeLinear Sign"),
+    "float16": _MOVING | words("Clip Compress DequantizeLinear Dropout Expand Max Min QuantizeLinear Sign"),
     "float64": _MOVING
-    | _words(
+    | words(
         "Abs Add ArgMax ArgMin Attention BatchNormalization Ceil Clip Compress Cos CumSum DepthToSpace Div Dropout "
         "Einsum Equal Exp Expand Floor Gemm Greater GreaterOrEqual GroupNormalization IsInf IsNaN LayerNormalization "
         "Less LessOrEqual Log LogSoftmax LpNormalization MatMul Max MaxPool Min Mod Mul Neg Pad Pow RMSNormalization "
@@ -58,12 +55,12 @@ KERNELS: Mapping[str, frozenset[str]] = {
     ),
 }
 #: ops whose kernels take every dtype, or whose operands no Cast can change
-_ANY_DTYPE = _words(
+_ANY_DTYPE = words(
     "Constant If Loop Scan ConcatFromSequence Optional OptionalGetElement OptionalHasElement SequenceAt "
     "SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SequenceMap SplitToSequence"
 )
 #: attributes that hold the number of a dtype
-_DTYPE_ATTRIBUTES = _words("dtype output_datatype output_dtype precision softmax_precision stash_type to")
+_DTYPE_ATTRIBUTES = words("dtype output_datatype output_dtype precision softmax_precision stash_type to")
 
 
 @dataclass
@@ -97,14 +94,7 @@ class _Scope:
 def insert_kernel_casts(model: ModelProto, dtypes: Collection[str] = LACKING) -> None:
     """Surround each op that has no kernel for the dtype of its tensors by Casts, in place; bodies too.
 
-    A tensor has one Cast, which all its readers share, also those in bodies.
-
-    Args:
-        model: standard ONNX, without marks. Ops of other domains stay as they are.
-        dtypes: those of the tensors that count, of `ROUNDED`.
-
-    Raises:
-        ModelError: its types contradict each other.
+    A tensor has one Cast, which all its readers share, also those in bodies. Ops of other domains stay as they are.
     """
     if has_other_floats(model, dtypes):
         _Inserter(model, dtypes).rewrite(model.graph, inferred_skeleton(model).graph, None)
@@ -126,12 +116,7 @@ def note_single_roundings(model: ModelProto) -> None:
 
 
 def has_other_floats(model: ModelProto, dtypes: Collection[str] = LACKING) -> bool:
-    """Return True if a bfloat16 or float64 tensor is declared, stored or made anywhere in a model.
-
-    Args:
-        model: any.
-        dtypes: to look for in place of these two.
-    """
+    """Return True if a tensor of these dtypes is declared, stored or made anywhere in a model."""
     codes = {_CODES[dtype] for dtype in dtypes}
     return _declares(model.graph, codes) or any(_makes(node, codes) for node in all_nodes(model.graph.node))
 

@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import names_in, producers, unique
+from onnx_backend.proto.graph_queries import names_in, producers
 from onnx_backend.proto.lazy_tensors import LargeTensor
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers
+from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers, copy_node
 from onnx_backend.workarounds.kernel_casts import ONE_ROUNDING, has_other_floats
 from onnx_backend.workarounds.onnxruntime_table import (
     NARROW,
@@ -96,11 +96,8 @@ def insert_barriers(
 ) -> None:
     """Insert a Sum wherever the runtime's default level would go wrong without it, in place.
 
-    Args:
-        model: with Q/DQ.
-        large: the stored tensors that the model has only stubs of, by name.
-        only_weights: the model keeps the fast form of layers whose weights alone are quantized, and notes the option
-            with which a session computes them as simulated. That is so too for one that has such a note.
+    With `only_weights`, or the note of it, a model keeps the fast form of layers whose weights alone are quantized,
+    and notes the option with which a session computes them as simulated. `large` has the tensors of its stubs.
     """
     _BarrierInserter(model, large or {}, only_weights=only_weights or bool(needed_options(model))).insert()
 
@@ -121,10 +118,8 @@ def keep_sums_apart(model: ModelProto) -> None:
     for node in model.graph.node:
         total = makers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
         if total is not None and total.op_type == "Add":
-            name = unique(f"{node.input[0]}/apart", taken)
-            nodes.append(helper.make_node("Sum", [node.input[0]], [name], unique(name, taken)))
-            set_metadata(nodes[-1], copy_of=node.input[0])
-            node.input[0] = name
+            nodes.append(copy_node(node.input[0], taken))
+            node.input[0] = nodes[-1].output[0]
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 
@@ -159,10 +154,8 @@ def keep_functions_whole(model: ModelProto) -> None:
     for node in nodes:
         kept.append(node)
         for tensor in (name for name in node.output if name in shared):
-            name = unique(f"{tensor}/whole", taken)
-            kept.append(helper.make_node("Sum", [tensor], [name], unique(name, taken)))
-            set_metadata(kept[-1], copy_of=tensor)
-            rename_inputs([nodes[place] for place in shared[tensor]], {tensor: name})
+            kept.append(copy_node(tensor, taken, end="whole"))
+            rename_inputs([nodes[place] for place in shared[tensor]], {tensor: kept[-1].output[0]})
     replace_nodes(model.graph, kept)
 
 
@@ -354,10 +347,7 @@ class _BarrierInserter:
         """Return a Sum that these nodes read in place of a tensor; nothing for no nodes."""
         if not read_by:
             return []
-        barrier = helper.make_node("Sum", [tensor], [unique(f"{tensor}/apart", self.taken)])
-        barrier.name = unique(barrier.output[0], self.taken)
-        entry = barrier.metadata_props.add()
-        entry.key, entry.value = COPY_KEY, tensor
+        barrier = copy_node(tensor, self.taken)
         if self.in_half:  # a copy in float32 is that of the narrow values
             set_metadata(barrier, **{ONE_ROUNDING: "1"})
         rename_inputs(read_by, {tensor: barrier.output[0]})

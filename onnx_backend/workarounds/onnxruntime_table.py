@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from onnx_backend.readers import Form
+from onnx_backend.readers import Form, words
 
 _FOUR_BITS, _TWO_BITS = ("uint4", "int4"), ("uint2", "int2")
 _FLOAT8 = ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
@@ -21,32 +21,28 @@ EVERYTHING = "*"
 SOFTMAX_CLOSE = 1.0 / 16.0
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 def _layers(ops: str, weights: tuple[str, ...]) -> frozenset[str]:
     return frozenset(f"{op}/{weight}" for op in ops.split() for weight in weights)
 
 
 #: the runtime's own 8-bit kernels
-_KERNELS = _words("Add AveragePool Concat GlobalAveragePool LeakyRelu Mul Sigmoid Softmax")
+_KERNELS = words("Add AveragePool Concat GlobalAveragePool LeakyRelu Mul Sigmoid Softmax")
 #: its WeightBiasQuantization turns a float weight between quantized activations into int8
 _FLOAT_CONV = _layers("Conv ConvTranspose", ("float32", "float16"))
 _FLOAT_GEMM = _layers("Gemm", ("float32", "float16"))
 #: QLinearConv knows no blocks; in 1.31 neither it nor QLinearMatMul knows blocks or float8
 _FOREIGN = _layers("Conv MatMul", ("int8 blocks", "uint8 blocks", "float8e4m3fn"))
 #: ops that an int8 DequantizeLinear is moved past, with an attribute that the rewrite to uint8 then drops
-_PUSHED = _words("MaxPool> Reshape> Slice> Squeeze> Transpose> Unsqueeze>")
+_PUSHED = words("MaxPool> Reshape> Slice> Squeeze> Transpose> Unsqueeze>")
 #: 8-bit weights beside activations that are not
 _EIGHT_BIT_CONV = _layers(
     "Conv", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn", "float32", "float16")
 )
 _EIGHT_BIT_MATMUL = _layers("MatMul", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn")) | {"MatMul"}
 #: ops that are dropped, or run on codes, in front of a QuantizeLinear with a zero point
-_CLIPPED = _words("Clip MaxPool MaxPool> ReduceMax")
-_DROPPED = _words("Flatten> Gather> Identity> Pad> Relu Reshape> Slice> Squeeze> Unsqueeze>")
-_ON_CODES = _words("DepthToSpace Flatten Flatten> Gather Gather> Reshape Reshape> Resize Slice Slice> Tile") | _words(
+_CLIPPED = words("Clip MaxPool MaxPool> ReduceMax")
+_DROPPED = words("Flatten> Gather> Identity> Pad> Relu Reshape> Slice> Squeeze> Unsqueeze>")
+_ON_CODES = words("DepthToSpace Flatten Flatten> Gather Gather> Reshape Reshape> Resize Slice Slice> Tile") | words(
     "Squeeze Squeeze> Unsqueeze Unsqueeze>"
 )
 _NARROWEST = _KERNELS | _EIGHT_BIT_CONV | _EIGHT_BIT_MATMUL
@@ -79,8 +75,8 @@ WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
 
 #: the same for pairs whose scales and floats are float16, beyond WRONG: its QLinearConcat takes float32 scales only
 WRONG_FLOAT16: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
-    _each(("uint8",), ("output_dtype", "zero_point", "both"), _words("Concat"))
-    | _each(("int8",), ("zero_point",), _words("Concat"))
+    _each(("uint8",), ("output_dtype", "zero_point", "both"), words("Concat"))
+    | _each(("int8",), ("zero_point",), words("Concat"))
 )
 
 
@@ -88,12 +84,6 @@ def is_wrong(reader: str, dtype: str, form: Form, *, float16: bool = False) -> b
     """Return True if the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
 
     Types other than 8 and 16 bits always get a barrier: combinations that were not probed are more likely wrong.
-
-    Args:
-        reader: as in the table.
-        dtype: of the activation.
-        form: of its QuantizeLinear.
-        float16: True if its scale is float16.
     """
     found = WRONG.get((dtype, form), frozenset())
     if float16:
@@ -109,9 +99,6 @@ def softmax_steps(scale: float) -> float:
 def softmax_error(steps: float, scale: float, largest: float) -> float:
     """Return how far, in steps of a scale, a Softmax that multiplies by `steps` is off at most.
 
-    Args:
-        steps: by which it multiplies.
-        scale: of the result.
-        largest: code above the zero point.
+    `largest` is the largest code above the zero point.
     """
     return float(min(1.0 / scale, largest) * abs(steps * scale - 1.0))

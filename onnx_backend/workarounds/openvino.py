@@ -26,8 +26,8 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
-from onnx_backend.proto.nodes import attributes, replace_nodes, set_metadata
-from onnx_backend.readers import Readers, is_shifted, pair_before
+from onnx_backend.proto.nodes import attributes, replace_nodes
+from onnx_backend.readers import Readers, copy_node, is_shifted, pair_before
 from qsdk.core.graph.op_facts import LINEAR, MOVEMENTS
 
 #: ops that are right behind 16 bits alone
@@ -123,13 +123,11 @@ def keep_off_codes(model: ModelProto) -> None:
         if pair is not None:
             scale, tensor = known.stored.get(pair.input[1]), node.input[0]
             code = TensorProto.FLOAT if scale is None else scale.data_type
-            lowest, name = unique(f"{tensor}/lowest", taken), unique(f"{tensor}/apart", taken)
+            lowest = unique(f"{tensor}/lowest", taken)
             smallest = np.asarray(-np.inf).astype(helper.tensor_dtype_to_np_dtype(code))
             model.graph.initializer.append(numpy_helper.from_array(smallest, lowest))
-            barrier = helper.make_node("Max", [tensor, lowest], [name], name)
-            set_metadata(barrier, copy_of=tensor)
-            node.input[0] = name
-            nodes.append(barrier)
+            nodes.append(copy_node(tensor, taken, "Max", lowest))
+            node.input[0] = nodes[-1].output[0]
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 
@@ -139,11 +137,8 @@ def keep_constants_apart(model: ModelProto) -> None:
     known, taken, nodes = Readers(model.graph), names_in(model.graph), []
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear" and is_behind_constants(node, known):
-            tensor = node.input[0]
-            name = unique(f"{tensor}/apart", taken)
-            nodes.append(helper.make_node("LeakyRelu", [tensor], [name], name, alpha=1.0))
-            set_metadata(nodes[-1], copy_of=tensor)
-            node.input[0] = name
+            nodes.append(copy_node(node.input[0], taken, "LeakyRelu", alpha=1.0))
+            node.input[0] = nodes[-1].output[0]
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 

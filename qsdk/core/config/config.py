@@ -7,15 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Unpack
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import (
-    changed_choices,
-    computes_in_int8,
-    float_biases_of,
-    fuses_slopes,
-    hardware_in,
-    only_linear_in,
-    weight_for,
-)
+from qsdk.core.config.for_dialect import changed_choices, changes_for, hardware_in, weight_for
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -226,12 +218,12 @@ class QuantConfig:
             ConfigError: an unknown dialect, processor or placement, or a choice for which the dialect has nothing, such
                 as float8 activations for `qnn`.
         """
-        own = {name: getattr(self, name) for name in CHOICES}
+        own, changes = {name: getattr(self, name) for name in CHOICES}, changes_for(dialect)
         rules = tuple(
             replace(rule, choices={**rule.choices, **changed_choices(rule.choices, dialect)}) for rule in self.rules
         )
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
-        changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
+        changed = replace(changed, only_linear=changed.only_linear or changes.only_linear)
         changed = replace(changed, hardware=changed.hardware or hardware_in(dialect, placement))
         weight = weight_for(dialect, processor)
         if weight not in (None, int8) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
@@ -242,15 +234,17 @@ class QuantConfig:
             exact |= {"symmetric_weights": symmetric}
             first = make_rule("*", exact, optional=True)  # so that every rule of the user's comes after it
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
-        if computes_in_int8(dialect) and self.activation.kind == "float":
+        if changes.int8_inputs and self.activation.kind == "float":
             changed = replace(changed, compute=self.compute or "int8")
-        if only_linear_in(dialect):
+        if changes.only_linear:
             changed = replace(changed, compute=None)  # such files have no field for it
-        if (fused := fuses_slopes(dialect)) is not None:
-            first = make_rule("*", {"op_type": ("LeakyRelu", "PRelu"), "supergroup": fused}, optional=True)
+        if changes.fused_slopes is not None:
+            slopes = {"op_type": ("LeakyRelu", "PRelu"), "supergroup": changes.fused_slopes}
+            first = make_rule("*", slopes, optional=True)
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
-        op_types, bias = float_biases_of(dialect)
-        return changed.override("*", op_type=op_types, bias=bias, optional=True) if op_types else changed
+        if not changes.float_biases:
+            return changed
+        return changed.override("*", op_type=changes.float_biases, bias=float32, optional=True)
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
         """Return a config that names the parameters of a module class which are read through quantizers.

@@ -106,30 +106,23 @@ CHANGES: Mapping[str, Changes] = {
 }
 
 
-def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
-    """Return the choices of a config or of a rule that differ for a dialect.
-
-    Args:
-        choices: name of the choice -> value, None where it is not made.
-        dialect: one of `qsdk.export`.
-
-    Raises:
-        ConfigError: an unknown dialect, or a choice that it has nothing for.
-    """
+def changes_for(dialect: str) -> Changes:
+    """Return what a config has to change for a dialect of `qsdk.export`; an unknown one is a ConfigError."""
     if dialect not in CHANGES:
         raise ConfigError(f"unknown dialect {dialect!r}; choose one of {', '.join(CHANGES)}")
-    changes, found = CHANGES[dialect], dict[str, Any]()
+    return CHANGES[dialect]
+
+
+def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+    """Return the choices of a config or rule that differ for a dialect; ConfigError where it has nothing for one."""
+    changes, found = changes_for(dialect), dict[str, Any]()
+    activations, weights = (changes.activations, changes.no_activations), (changes.weights, changes.no_weights)
     for name in ("activation", "input", "output", "kv_cache", "weight"):
-        value = choices.get(name)
-        known, refused = (
-            (changes.weights, changes.no_weights) if name == "weight" else (changes.activations, changes.no_activations)
-        )
-        if value is None:
-            continue
-        if str(value) in refused:
+        value, (known, refused) = str(choices.get(name)), weights if name == "weight" else activations
+        if value in refused:
             raise ConfigError(f"{name}={value} cannot be had in the dialect {dialect}; choose another dtype")
-        if str(value) in known:
-            found[name] = known[str(value)]
+        if value in known:
+            found[name] = known[value]
     if choices.get("block_size") is not None and not changes.blocks:
         raise ConfigError(f"block_size={choices['block_size']} cannot be had in the dialect {dialect}; leave it out")
     if changes.symmetric and choices.get("symmetric_activations") is False:
@@ -137,22 +130,8 @@ def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     return found
 
 
-def only_linear_in(dialect: str) -> bool:
-    """Return whether linear layers alone are quantized in a dialect."""
-    return CHANGES[dialect].only_linear
-
-
-def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:
-    """Return the globs over op types whose biases stay float in a dialect, and the dtype they stay in."""
-    return CHANGES[dialect].float_biases, float32
-
-
 def weight_for(dialect: str, processor: str) -> DType | None:
-    """Return the dtype of int8 weights of layers with which a processor's kernels are exact, None for any dtype.
-
-    Raises:
-        ConfigError: no such kind of processor is known.
-    """
+    """Return the dtype of int8 weights of layers with which a processor's kernels are exact, None for any dtype."""
     known = CHANGES[dialect].weights_by_processor
     if processor not in (*known, "any"):
         raise ConfigError(
@@ -162,25 +141,11 @@ def weight_for(dialect: str, processor: str) -> DType | None:
     return known.get(processor)
 
 
-def computes_in_int8(dialect: str) -> bool:
-    """Return whether layers whose weights alone are quantized are fastest in a dialect on inputs rounded to int8."""
-    return CHANGES[dialect].int8_inputs
-
-
 def hardware_in(dialect: str, placement: str | None) -> str | None:
-    """Return the target whose rules hold in a dialect for configs that name none.
-
-    Raises:
-        ConfigError: a placement that the dialect does not have.
-    """
+    """Return the target whose rules hold in a dialect for configs that name none."""
     changes = CHANGES[dialect]
     if placement not in (None, *changes.placements):
         raise ConfigError(
             f"unknown placement {placement!r} for the dialect {dialect}; choose all, or kernels for onnxruntime"
         )
     return changes.hardware if placement in (None, changes.placements[0]) else None
-
-
-def fuses_slopes(dialect: str) -> bool | None:
-    """Return whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime."""
-    return CHANGES[dialect].fused_slopes

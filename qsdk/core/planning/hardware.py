@@ -39,49 +39,47 @@ class Hardware:
 GENERIC = "aimet"
 _BEFORE_V73 = Hardware(widest_norm_weight=8, second_operand="8 bits")
 _SINCE_V73 = Hardware(second_operand="16 beside 16")
-#: what `for_dialect("qnn")` asks for: the runtime rounds a second operand again unless its grid is a signed one, moved
-QNN = "qnn"
-#: what `for_dialect("onnxruntime")` asks for: around an op that the runtime computes in floats, a pair only takes time
-ONNXRUNTIME = "onnxruntime"
 HARDWARE = MappingProxyType(
     {GENERIC: Hardware()}
     | dict.fromkeys(("v66", "v68", "v69"), _BEFORE_V73)
     | dict.fromkeys(("v73", "v75", "v79", "v81", "v85"), _SINCE_V73)
-    | {QNN: Hardware(frozenset(), frozenset(), second_operand="symmetric")}
-    | {ONNXRUNTIME: Hardware(frozenset(), frozenset(), only_kernels=True)}
+    # what `for_dialect` asks for: the HTP rounds a second operand again unless its grid is a signed one, moved; and
+    # around an op that ONNX Runtime computes in floats, a pair only takes time
+    | {"qnn": Hardware(frozenset(), frozenset(), second_operand="symmetric")}
+    | {"onnxruntime": Hardware(frozenset(), frozenset(), only_kernels=True)}
 )
 
 
-def hardware_named(name: str) -> str:
-    """Return the value for `QuantConfig.hardware` of a name written in any case.
-
-    Raises:
-        ConfigError: no such target is known.
-    """
-    if name.lower() not in HARDWARE:
-        raise ConfigError(f"unknown hardware {name!r}; known are {', '.join(HARDWARE)}")
-    return name.lower()
+def _target_of(config: QuantConfig) -> Hardware | None:
+    """Return the constraints of the target that a config names, in any case; an unknown one is a ConfigError."""
+    if config.hardware is None:
+        return None
+    if config.hardware.lower() not in HARDWARE:
+        raise ConfigError(f"unknown hardware {config.hardware!r}; known are {', '.join(HARDWARE)}")
+    return HARDWARE[config.hardware.lower()]
 
 
 def only_kernels(config: QuantConfig) -> bool:
     """Return whether activations of 8 bits are quantized only where an integer kernel reads or writes them."""
-    return config.hardware is not None and HARDWARE[hardware_named(config.hardware)].only_kernels
+    target = _target_of(config)
+    return target is not None and target.only_kernels
 
 
 def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
     """Return the activations with the operands of every MatMul as the target needs them; ties are kept."""
-    name = context.config.hardware
-    if name is None or HARDWARE[hardware_named(name)].second_operand == "free":
-        return dict(activations)
-    result, members = dict(activations), _classes(activations)
-    target = HARDWARE[hardware_named(name)]
+    target = _target_of(context.config)
+    result, members = dict(activations), dict[str, list[int]]()
+    if target is None or target.second_operand == "free":
+        return result
+    for tensor, decision in activations.items():
+        members.setdefault(decision.encoding_site, []).append(tensor)
     # later ops first: a raised operand may be the second one of an earlier MatMul, and then raises another
     waiting = [index for index, op in enumerate(context.graph.ops) if op.type == "MatMul"]
     changed = True
     while changed:
         changed = False
         for index in reversed(waiting):
-            changed |= _constrain(context, index, result, members, target, name)
+            changed |= _constrain(context, index, result, members, target)
     return result
 
 
@@ -91,7 +89,6 @@ def _constrain(
     decisions: dict[int, Decision],
     members: Mapping[str, list[int]],
     target: Hardware,
-    name: str,
 ) -> bool:
     homes = [_quantized_at(context, tensor, decisions) for tensor in context.graph.ops[matmul].inputs]
     specs = [None if home is None else decisions[home].spec for home in homes]
@@ -113,7 +110,12 @@ def _constrain(
     changed = False
     for home, spec in wanted:
         if home is not None and decisions[home].spec != spec:
-            _set_spec(decisions, members[decisions[home].encoding_site], spec, f"a MatMul of {name} needs it")
+            _set_spec(
+                decisions,
+                members[decisions[home].encoding_site],
+                spec,
+                f"a MatMul of {context.config.hardware} needs it",
+            )
             changed = True
     return changed
 
@@ -129,13 +131,6 @@ def _quantized_at(context: PlanningContext, tensor: int | None, decisions: Mappi
     return current if current in decisions else None
 
 
-def _classes(activations: Mapping[int, Decision]) -> dict[str, list[int]]:
-    members: dict[str, list[int]] = {}
-    for tensor, decision in activations.items():
-        members.setdefault(decision.encoding_site, []).append(tensor)
-    return members
-
-
 def _set_spec(decisions: dict[int, Decision], tensors: list[int], spec: Spec, why: str) -> None:
     for tensor in tensors:
         reason = decisions[tensor].reason
@@ -147,10 +142,9 @@ def constrain_norms(
     context: PlanningContext, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
 ) -> dict[int, Decision]:
     """Return the stored tensors with the weights of norms as the target needs them."""
-    name = context.config.hardware
-    if name is None:
-        return dict(stored)
-    target, result = HARDWARE[hardware_named(name)], dict(stored)
+    target, result = _target_of(context.config), dict(stored)
+    if target is None:
+        return result
     for index, op in enumerate(context.graph.ops):
         group = context.groups.get(index)
         type = op.type if group is None else ONNX_NAMES.get(group.name, op.type)
@@ -165,7 +159,7 @@ def constrain_norms(
             if decision.spec.dtype.is_integer:
                 spec = _norm_weight(decision.spec, type, target, output)
                 if spec != decision.spec:
-                    _set_spec(result, [operand.root], spec, f"{type} on {name} needs it")
+                    _set_spec(result, [operand.root], spec, f"{type} on {context.config.hardware} needs it")
     return result
 
 

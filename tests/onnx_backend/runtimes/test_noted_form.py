@@ -1,6 +1,7 @@
 """A file says for which runtime it is written, and parity compares it with that form."""
 
 import json
+from typing import get_args
 
 import onnx
 import pytest
@@ -9,6 +10,8 @@ import torch
 import qsdk
 from onnx_backend.parity import written
 from onnx_backend.proto.model_io import drop_properties, set_properties
+from onnx_backend.runtimes.registry import RUNTIMES
+from qsdk.core.config.for_dialect import CHANGES, Dialect, RuntimeName, TimedRuntime
 
 KEY = "qsdk.written_for"
 DIALECTS = ("onnxruntime", "onnx", "openvino", "qnn", "tensorrt")
@@ -59,3 +62,10 @@ def test_a_file_of_an_unknown_form_is_refused(text, tmp_path):
     set_properties(model, {KEY: text})
     with pytest.raises(qsdk.FileFormatError, match=r"does not know; update qsdk, or export the file again"):
         qsdk.check_parity(sim, model, data)
+
+
+def test_the_names_that_users_choose_from_are_those_of_the_one_list():
+    assert get_args(Dialect) == tuple(RUNTIMES)
+    assert get_args(RuntimeName) == tuple(name for name, one in RUNTIMES.items() if one.open is not None)
+    assert get_args(TimedRuntime) == tuple(name for name, one in RUNTIMES.items() if one.time is not None)
+    assert set(CHANGES) == {*RUNTIMES, "compressed-tensors"}
