@@ -27,6 +27,7 @@ import pytest
 import torch
 
 import qsdk
+from qsdk.core.run_options import Run
 from qsdk.verbs.analysis.noise import layers_of, measure_noise
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import door_of
@@ -53,7 +54,7 @@ def measured(sim: Any, data: Sequence[Any], units: Mapping[str, Callable[[], Any
     spent = seconds(lambda: qsdk.sensitivity(sim, data, progress=False))
     costs = {name: round(spent / seconds(in_float), 2) for name, in_float in units.items()}
     layers = layers_of(sim.plan)
-    noise = measure_noise(sim, data, layers, forward=None, progress=False)
+    noise = measure_noise(sim, data, layers, Run(progress=False))
     exact = sensitivity_report(layers, noise, {}, {})
     found = {(row["layer"], row["kind"]): row["sqnr_db"] for row in estimated.rows}
     rows = [(row["kind"], found[row["layer"], row["kind"]], row["sqnr_db"]) for row in exact.rows]

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.pretrained import load_pretrained
     from qsdk.verbs.qdq_files import session, validate
     from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
-    from qsdk.verbs.rotation.rotate import rotate
+    from qsdk.verbs.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
 
 __version__ = "0.1.0"
@@ -122,7 +122,7 @@ _VERBS = {
     "equalize": "scaling",
     "smooth_quant": "scaling",
     "awq": "scaling",
-    "rotate": "rotation.rotate",
+    "rotate": "rotate",
     "distill_loss": "distill",
     "mixed_precision": "analysis.precision",
     "report": "analysis.report",

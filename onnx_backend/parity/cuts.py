@@ -1,6 +1,6 @@
 """Cut a Q/DQ model at its sites, so that the readers of each site read a new input."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Literal
@@ -170,6 +170,14 @@ def _tensors_read(graph: GraphProto) -> set[str]:
 
 def _value(name: str, code: int) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, code, None)
+
+
+def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
+    """Return a copy of a model that also gives these tensors, behind its own outputs."""
+    exposed = load(model)
+    known = {value.name for value in (*exposed.graph.output, *exposed.graph.input)}
+    exposed.graph.output.extend(ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known)
+    return exposed
 
 
 def session_with_reads(model: ModelProto, providers: Providers) -> tuple[ort.InferenceSession, dict[str, str]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx.numpy_helper import from_array
 
-from onnx_backend.data_passes.relu6 import graph_as_it_runs
+from onnx_backend.data_passes.passes import graph_as_it_runs
 from onnx_backend.lower import lower
 from onnx_backend.proto.external_data import FLOATS, array, float_array
 from onnx_backend.proto.graph_queries import initializers

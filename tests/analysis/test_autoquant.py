@@ -1,5 +1,6 @@
 """`qsdk.autoquant`: budgets that hold, a path that can be repeated, and a result never worse than the preset."""
 
+import itertools
 import os
 import time
 
@@ -96,6 +97,15 @@ def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr):
     assert sqnr(report.sim) == report.summary["metric"]
     assert report.full().endswith(report.code)
     assert "qsdk.quantize(model, example, config)" in str(report)
+
+
+def test_a_step_that_changes_nothing_is_undone_and_not_in_the_lines(model):
+    values = itertools.chain([1.0], itertools.repeat(0.0))  # the float model's, which is measured first
+    report = run(model, lambda sim: next(values), max_drop=0.5)
+    tried = [row for row in report.rows[1:] if row["step"] != "mixed_precision"]
+    assert len(tried) > 2
+    assert not any(row["kept"] for row in tried)
+    assert report.code.count("qsdk.calibrate(") == 1
 
 
 def test_a_budget_of_more_than_the_metric_is_met_with_a_remark(model):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from qsdk.core.comparing.judge import Difference, PairOfPlaces
-from qsdk.core.comparing.layouts import Layout
+from qsdk.core.comparing.judge import Difference, Layout, PairOfPlaces
 from qsdk.core.comparing.place import Place
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding

@@ -15,6 +15,7 @@ import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 from qsdk.verbs.analysis.page import facts
+from qsdk.verbs.analysis.page.page import Row, Side
 
 VOID = {"meta", "input"}
 
@@ -336,6 +337,15 @@ def test_clipped_values_are_counted_and_marked(tmp_path):
     page = Page(tmp_path / "page.html")
     assert re.search(r'<span class="warn">(49|50)\.\d % clipped', page.text)
     assert [layer["data-tags"].split()[-1] for layer in page.layers] == ["clipped", "clipped"]
+
+
+def test_of_two_models_the_worse_number_of_a_layer_sorts_it():
+    layers = [
+        facts.LayerFacts("l", (), share=0.2, sqnr_db=30.0, ms=1.0),
+        facts.LayerFacts("l", (), 0.1, None, 20.0, 2.0),
+    ]
+    row = Row([Side(name, None, layer) for name, layer in zip("AB", layers, strict=True)])
+    assert row.numbers == {"share": 0.2, "sqnr": 20.0, "ms": 2.0}
 
 
 def test_milliseconds_come_from_a_profile(sim, tmp_path):

@@ -11,7 +11,7 @@ import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 from qsdk.verbs.analysis import noise
-from qsdk.verbs.analysis.noise import LayerSites, OutputNoise
+from qsdk.verbs.analysis.noise import LayerSites, OutputNoise, OutputWeights
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import door_of
 
@@ -116,6 +116,14 @@ def test_a_row_that_rests_on_few_random_signs_or_is_beyond_first_order_says_so()
     report = sensitivity_report(layers, noise, {}, {})
     assert {row["layer"] for row in report.rows if row["note"] == "estimate is uncertain"} == {"few", "strong"}
     assert "note" not in sensitivity_report([layers[1]], noise, {}, {}).rows[0]
+
+
+def test_an_output_counts_by_its_elements_and_not_by_its_unit():
+    weights, large, small = OutputWeights(), np.ones((2, 100), np.float32), np.full((2, 5), 3, np.float32)
+    weights.learn([[large, small]])
+    assert weights.power([large, small]) == pytest.approx(210)
+    assert weights.power_of_changes([[large * 1.5, small]], [[large, small]]) == pytest.approx(0.25 * 200)
+    assert weights.power_of_changes([[large, small * 1.5]], [[large, small]]) == pytest.approx(0.25 * 10)
 
 
 def test_what_remains_without_a_layer_keeps_what_is_in_the_stored_values():

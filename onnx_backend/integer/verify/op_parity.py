@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto
 
 from onnx_backend.integer.ir.context import label
 from onnx_backend.integer.ir.values import GRIDS, Codes
-from onnx_backend.parity.cuts import Cut
+from onnx_backend.parity.cuts import Cut, with_outputs
 from onnx_backend.parity.teacher import RunOn, SessionRunner, Teacher
-from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.comparing.tally import Tally
 
@@ -41,7 +40,9 @@ def run_teacher_forced(
     """
     computed = {name for node in integer.graph.node for name in node.output}
     kept = {name: codes for name, codes in sites.items() if codes.name in computed}
-    codes = _codes(integer, sorted({found.name for found in kept.values()}), feeds)
+    names = sorted({found.name for found in kept.values()})
+    watched = simulation_session(with_outputs(integer, names))
+    codes = dict(zip(names, watched.run(names, dict(feeds)), strict=True))
     makers = {name: node for node in source.graph.node for name in node.output}
     quantizers = [node for node in source.graph.node if node.op_type == "QuantizeLinear" and node.output[0] in kept]
     dtypes = {name: TensorProto.DataType.Name(found.encoding.dtype).lower() for name, found in kept.items()}
@@ -56,13 +57,6 @@ def run_teacher_forced(
         row = {"site": label(node), "op_type": "input" if maker is None else maker.op_type}
         rows.append(row | {"max_lsb": int(tally.largest), "differing": tally.differing, "elements": tally.elements})
     return rows
-
-
-def _codes(integer: ModelProto, names: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-    watched = load(integer)
-    known = {info.name for info in watched.graph.output}
-    watched.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in known)
-    return dict(zip(names, simulation_session(watched).run(list(names), dict(feeds)), strict=True))
 
 
 def _dequantized(codes: Array, found: Codes) -> Array:

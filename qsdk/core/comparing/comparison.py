@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from qsdk.core.comparing.by_values import by_values
 from qsdk.core.comparing.folder import DumpedFolder
-from qsdk.core.comparing.judge import PairOfPlaces
-from qsdk.core.comparing.layouts import find_layout
-from qsdk.core.comparing.matching import Pair, match
-from qsdk.core.comparing.place import Array, Place, Side, rounding_noise
+from qsdk.core.comparing.judge import PairOfPlaces, find_layout
+from qsdk.core.comparing.matching import by_values, match
+from qsdk.core.comparing.place import Array, Pair, Place, Side, rounding_noise
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 

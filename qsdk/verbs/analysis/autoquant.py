@@ -5,7 +5,7 @@ Bits are taken away only where `max_bytes` or `smaller` asks for it. Activations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,16 +13,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from qsdk.core import run_options
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.config.for_dialect import TimedRuntime
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import where_bits_buy_nothing
-from qsdk.core.precision.mixed import budget_remark, metric_value, require_budget
+from qsdk.core.precision.mixed import EVALUATIONS, budget_remark, metric_value, require_budget
 from qsdk.core.precision.search import LowerableWeight, choose_lowered, no_time_gained
 from qsdk.core.report import Report
-from qsdk.core.run_options import SeededOptions, run_of
+from qsdk.core.run_options import Run, SeededOptions, run_of
 from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers
@@ -33,13 +34,12 @@ from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.quantize import calibrate, export, quantize
-from qsdk.verbs.rotation.rotate import obstacle_to_rotating, rotate
+from qsdk.verbs.rotate import obstacle_to_rotating, rotate
 from qsdk.verbs.scaling import equalize, smooth_quant
 
 _PRESET = "the preset, min_max"
-_EVALUATIONS = 12  # of the metric, in the search for mixed precision
 _SLACK = 1.05  # of a measured time, as in `mixed_precision`
-_ROUNDS = 6  # of choosing 4 bits again where the file turned out larger than expected
+_TRIES = 6  # of choosing 4 bits again where the file turned out larger than expected
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 
 
@@ -121,19 +121,19 @@ def autoquant(
     require_budget(metric, max_drop)
     steps = _recipe(run.seed)
     data = list(data) if isinstance(data, Iterator) else data
-    shared = {"forward": run.forward, "progress": run.progress}
     times = {} if max_ms is None else {"max_ms": max_ms, "runtime": options.get("runtime", "onnxruntime")}
     total = 2 + (max_bytes is not None) + len(steps) + smaller
-    with progress_of("autoquant", total, show=run.progress, unit="step") as bar:
+    shared = run_options.options(progress=run.progress, forward=run.forward)
+    with shared, progress_of("autoquant", total, show=run.progress, unit="step") as bar:
         bar.now(_PRESET)
         fast = config is None and times.get("runtime") == "onnxruntime"
         first = w8a8().for_dialect("onnxruntime") if fast else config or w8a8()
-        path = _Path(quantize(model, example, first), data, metric, max_drop, max_bytes, times, shared, bar)
+        path = _Path(quantize(model, example, first), data, metric, max_drop, max_bytes, times, run, bar)
         line = f"config = qsdk.{config or 'w8a8'}()" + ('.for_dialect("onnxruntime")' if fast else "")
         path.start([] if isinstance(config, QuantConfig) else [line])
         path.improve(steps)
         if smaller:
-            path.shrink(run.seed)
+            path.shrink()
         return path.finish()
 
 
@@ -200,53 +200,47 @@ class _Place:
     """A place on the path, to go back to: the state of the sim, its metric, its bytes, the code and rows so far."""
 
     state: SimState
-    now: float
-    size: int
-    code: Sequence[str]
-    rows: int
+    metric: float = 0.0
+    size: int = 0
+    code: tuple[str, ...] = ()
+    rows: int = 0
 
 
-@dataclass
 class _Path:
     """A sim on its way, with the budgets, and the steps so far.
 
     Attributes:
         times: arguments of `mixed_precision` for the budget of time.
-        options: `forward` and `progress` of every verb.
+        search: those for all of its budgets.
         reference: the metric of the float model.
         seconds: of processor time that one float pass over the data takes.
         measuring: seconds of processor time that the metric has taken.
-        now: the metric of the sim.
-        size: bytes of its file.
+        here: where the sim is.
         unrounded: the place before weights were rounded for good; None where none was.
         ranking: the rows of `sensitivity` that bits were last chosen by; empty where they were not.
         met: whether mixed precision met its budgets, the last time.
     """
 
-    sim: Sim
-    data: Iterable[Any]
-    metric: Callable[[Any], float]
-    max_drop: float
-    max_bytes: int | None
-    times: Mapping[str, Any]
-    options: Mapping[str, Any]
-    bar: Progress
-    reference: float = 0.0
-    seconds: float = 0.0
-    measuring: float = 0.0
-    evaluations: int = 0
-    now: float = 0.0
-    size: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    code: list[str] = field(default_factory=list)
-    unrounded: _Place | None = None
-    ranking: list[dict[str, Any]] = field(default_factory=list)
-    met: bool = True
-
-    @property
-    def search(self) -> dict[str, Any]:
-        """Return the budgets of mixed precision."""
-        return {**self.times, "max_drop": self.max_drop, "max_evaluations": _EVALUATIONS}
+    def __init__(
+        self,
+        sim: Sim,
+        data: Iterable[Any],
+        metric: Callable[[Any], float],
+        max_drop: float,
+        max_bytes: int | None,
+        times: Mapping[str, Any],
+        run: Run,
+        bar: Progress,
+    ) -> None:
+        self.sim, self.data, self.metric, self.run, self.bar = sim, data, metric, run, bar
+        self.max_drop, self.max_bytes, self.times = max_drop, max_bytes, times
+        self.search = {**times, "max_drop": max_drop, "max_evaluations": EVALUATIONS}
+        self.reference = self.seconds = self.measuring = 0.0
+        self.evaluations, self.met = 0, True
+        self.rows: list[dict[str, Any]] = []
+        self.ranking: list[dict[str, Any]] = []
+        self.here = _Place(sim.snapshot(weights=True))
+        self.unrounded: _Place | None = None
 
     def fits(self, _: float, size: int) -> bool:
         """Return whether a file of so many bytes is within its budget."""
@@ -255,40 +249,32 @@ class _Path:
     @property
     def misses(self) -> bool:
         """Return whether the metric is below its budget."""
-        return self.reference - self.now > self.max_drop
-
-    def held(self) -> _Place:
-        """Return the place where the path is."""
-        return _Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code), len(self.rows))
+        return self.reference - self.here.metric > self.max_drop
 
     def go_back(self, place: _Place) -> None:
         """Return to a place, with the sim."""
         self.sim.restore(place.state)
-        self.now, self.size, self.code = place.now, place.size, list(place.code)
+        self.here = place
 
     def measured(self) -> float:
         """Return the metric of the sim, count the call, and stop the clock of the steps meanwhile."""
         self.evaluations += 1
         begun = time.process_time()
-        found = metric_value(self.metric(self.sim))
+        metric = metric_value(self.metric(self.sim))
         self.measuring += time.process_time() - begun
-        return found
-
-    def clock(self) -> float:
-        """Return seconds of processor time, without those of the metric."""
-        return time.process_time() - self.measuring
+        return metric
 
     def float_pass(self) -> float:
         """Return the seconds of processor time that the float model takes for the data."""
         started = time.process_time()
-        for _ in door_of(self.sim).outputs(self.data, self.options["forward"], in_float=True):
+        for _ in door_of(self.sim).outputs(self.data, self.run.forward, in_float=True):
             pass
         return max(time.process_time() - started, 1e-9)
 
     def line(self, verb: str, first: str = "sim, data", **given: Any) -> str:
         """Return the line of Python that calls a verb."""
         shown = "".join(f", {key}={value!r}" for key, value in given.items())
-        return f"qsdk.{verb}({first}{shown}{', forward=forward' if self.options['forward'] else ''})"
+        return f"qsdk.{verb}({first}{shown}{', forward=forward' if self.run.forward else ''})"
 
     def take(
         self,
@@ -304,19 +290,20 @@ class _Path:
         `act` returns the metric, or None for one to be measured, and a note.
         """
         self.bar.now(name)
-        before, started = self.held(), self.clock()
+        started = time.process_time() - self.measuring
         known, note = act()
-        spent = self.clock() - started
+        spent = time.process_time() - self.measuring - started
         metric = self.measured() if known is None else known
-        size = exported_bytes(self.sim) if resizes else self.size
+        size = exported_bytes(self.sim) if resizes else self.here.size
         kept = keeps(metric, size)
         row = {"step": name, "metric": metric, "drop": self.reference - metric, "bytes": size}
         self.rows.append({**row, "passes": spent / self.seconds, "kept": kept, "note": note})
         self.bar.log(metric=metric)
         if kept:
-            self.now, self.size, self.code = metric, size, [*self.code, *lines]
+            state, code = self.sim.snapshot(weights=True), (*self.here.code, *lines)
+            self.here = _Place(state, metric, size, code, len(self.rows))
         else:
-            self.go_back(before)
+            self.sim.restore(self.here.state)
         return kept
 
     def start(self, code: Sequence[str]) -> None:
@@ -325,22 +312,25 @@ class _Path:
         lowered: list[str] = []
 
         def preset() -> tuple[None, str]:
-            calibrate(self.sim, self.data, **self.options)
+            calibrate(self.sim, self.data)
             with door_of(self.sim).quantizing_only(()):
                 self.reference = self.measured()
             return None, ""
 
         def lower() -> tuple[None, str]:
-            lowered[:], self.ranking = _lower_weights(self.sim, self.data, self.size, self.max_bytes or 0, self.options)
+            lowered[:], self.ranking = _lower_weights(
+                self.sim, self.data, self.here.size, self.max_bytes or 0, self.run
+            )
             return None, "to fit into max_bytes"
 
         self.take(_PRESET, preset, code)
         self.bar.done(1 if self.max_bytes is None else 2)
-        if self.max_bytes is not None and self.size > self.max_bytes:
+        if self.max_bytes is not None and self.here.size > self.max_bytes:
             self.take("int4 in weights", lower, [])
             self.rows[-1]["step"] = f"int4 in {len(lowered)} weights"
-        self.code += [f'config = config.override({site!r}, weight="int4")' for site in lowered]
-        self.code += ["sim = qsdk.quantize(model, example, config)", self.line("calibrate")]
+        lines = [f'config = config.override({site!r}, weight="int4")' for site in lowered]
+        lines += ["sim = qsdk.quantize(model, example, config)", self.line("calibrate")]
+        self.here = replace(self.here, code=(*self.here.code, *lines))
 
     def improve(self, steps: Sequence[_Step]) -> None:
         """Take the steps until the metric is within its budget, and raise sites if it is not then."""
@@ -348,15 +338,13 @@ class _Path:
         for at, step in enumerate(steps):
             if not self.misses:
                 return
-            applies = step.applies(self.sim)
-            if step.rounds and applies and unshifted is not None:
-                if self.misses_with_float_weights(unshifted):
-                    self.bar.done(len(steps) - at)
-                    break
-                unshifted = None  # asked once
-            if applies and step.verb is seq_mse:
-                unshifted = self.held()
-            if applies:
+            if step.applies(self.sim):
+                if step.rounds and unshifted is not None:
+                    if self.misses_with_float_weights(unshifted):
+                        self.bar.done(len(steps) - at)
+                        break
+                    unshifted = None  # asked once
+                unshifted = self.here if step.verb is seq_mse else unshifted
                 self.call(step)
             self.bar.done()
         if self.misses:
@@ -367,12 +355,12 @@ class _Path:
         """Call a verb, and undo what it did unless the metric is better."""
 
         def act() -> tuple[None, str]:
-            step.verb(self.sim, self.data, **step.options, **self.options)
+            step.verb(self.sim, self.data, **step.options)
             return None, ""
 
-        before = self.held()
+        before = self.here
         line = self.line(step.verb.__name__, **step.options)
-        if self.take(step.name, act, [line], lambda metric, _: metric > before.now, resizes=False) and step.rounds:
+        if self.take(step.name, act, [line], lambda metric, _: metric > before.metric, resizes=False) and step.rounds:
             self.unrounded = self.unrounded or before
 
     def misses_with_float_weights(self, place: _Place) -> bool:
@@ -380,15 +368,15 @@ class _Path:
 
         Such a row is noted, in place of steps that take a third of all passes.
         """
-        here, decisions = self.held(), self.sim.plan.decisions.values()
+        decisions = self.sim.plan.decisions.values()
         activations = frozenset(d.site for d in decisions if d.kind not in ("weight", "bias"))
         self.sim.restore(place.state)
         with door_of(self.sim).quantizing_only(activations):
-            found = self.measured()
-        self.go_back(here)
-        if missed := self.reference - found > self.max_drop:
+            metric = self.measured()
+        self.sim.restore(self.here.state)
+        if missed := self.reference - metric > self.max_drop:
             why = "the metric with all weights in float: better rounding of them (gptq, adaround) would not do"
-            self.say("quantize activations alone", metric=found, drop=self.reference - found, kept=False, note=why)
+            self.say("quantize activations alone", metric=metric, drop=self.reference - metric, kept=False, note=why)
         return missed
 
     def say(self, step: str, **facts: Any) -> None:
@@ -397,9 +385,9 @@ class _Path:
 
     def mixed(self, given: Mapping[str, Any], note: Callable[[int], str]) -> tuple[float, str]:
         """Raise sites, and return the metric and the note of how many."""
-        found = mixed_precision(self.sim, self.data, lambda _: self.measured(), **given, **self.options)
-        self.ranking, self.met = found.summary["ranking"], found.summary["met"]
-        return next(row["metric"] for row in found.rows if row["chosen"]), note(len(found.summary["raised"]))
+        report = mixed_precision(self.sim, self.data, lambda _: self.measured(), **given)
+        self.ranking, self.met = report.summary["ranking"], report.summary["met"]
+        return next(row["metric"] for row in report.rows if row["chosen"]), note(len(report.summary["raised"]))
 
     def mix(self, rounding: Sequence[_Step]) -> None:
         """Raise what must be wider, from before weights were rounded for good, and round what is left as it was.
@@ -407,29 +395,28 @@ class _Path:
         With `max_bytes`, activations alone where raised weights do not fit. If that ends no better than where the path
         is, it goes back.
         """
-        here = self.held()
-        self.go_back(begin := self.unrounded or here)
+        before = self.here
+        self.go_back(begin := self.unrounded or before)
         activations = {"levels": ({"activation": "uint16"},)}  # where no byte of weights is left
-        tries: list[tuple[str, dict[str, Any]]] = [("mixed_precision", {})]
-        tries += [] if self.max_bytes is None else [("mixed_precision of activations", activations)]
-        for name, levels in tries:
-            given = {**levels, **self.search}
-            act = partial(self.mixed, given, lambda raised: f"{raised} raised")
-            if self.take(name, act, [self.line("mixed_precision", "sim, data, metric", **given)], self.fits):
+        tries: list[tuple[str, dict[str, Any]]] = [("mixed_precision", self.search)]
+        tries += [] if self.max_bytes is None else [("mixed_precision of activations", activations | self.search)]
+        for name, given in tries:
+            line = self.line("mixed_precision", "sim, data, metric", **given)
+            if self.take(name, partial(self.mixed, given, "{} raised".format), [line], self.fits):
                 break
             self.rows[-1]["note"] += ": beyond max_bytes"
         for step in rounding:
             if self.misses and step.applies(self.sim):
                 self.call(step)
-        if self.now < here.now:
-            self.go_back(here)
-            self.say("back to before", metric=self.now, kept=True)
+        if self.here.metric < before.metric:
+            self.go_back(before)
+            self.say("back to before", metric=before.metric, kept=True)
             return
-        for row in self.rows[begin.rows : here.rows]:
+        for row in self.rows[begin.rows : before.rows]:
             if row["kept"]:
                 row |= {"kept": False, "note": "put back: a rounded weight gains nothing from more bits"}
 
-    def shrink(self, seed: int) -> None:
+    def shrink(self) -> None:
         """Give 4 bits to the weights that the metric allows it for, and undo that if the file gets no smaller.
 
         This is done only where it was asked for: a drop that is allowed is no wish for it.
@@ -442,12 +429,13 @@ class _Path:
         def act() -> tuple[float, str]:
             for site in sites:
                 self.sim.set_precision(site, weight="int4")
-            seq_mse(self.sim, self.data, seed=seed, **self.options)
+            seq_mse(self.sim, self.data, seed=self.run.seed)
             return self.mixed(given, lambda raised: f"{len(sites) - raised} of {len(sites)} weights of 8 bits keep 4")
 
+        before = self.here
         lines = [f"for site in {sites!r}:", '    sim.set_precision(site, weight="int4")', ""]
-        lines += [self.line("seq_mse", seed=seed), self.line("mixed_precision", "sim, data, metric", **given)]
-        self.take("int4 and back", act, lines, lambda _, size: self.met and size < self.size)
+        lines += [self.line("seq_mse", seed=self.run.seed), self.line("mixed_precision", "sim, data, metric", **given)]
+        self.take("int4 and back", act, lines, lambda _, size: self.met and size < before.size)
 
     def finish(self) -> AutoquantReport:
         """Return the report."""
@@ -455,27 +443,25 @@ class _Path:
         unit = (self.seconds + self.float_pass()) / 2
         for row in self.rows:
             row["passes"] = row["passes"] and row["passes"] * self.seconds / unit
-        drop = self.reference - self.now
+        metric, size = self.here.metric, self.here.size
+        drop = self.reference - metric
         missed = [f"the metric is {drop:.4g} below float"] if self.misses else []
-        if not self.fits(self.now, self.size):
-            missed.append(f"the file has {self.size} bytes")
-        facts: dict[str, Any] = {"reference": self.reference, "metric": self.now, "drop": drop, "bytes": self.size}
+        missed += [] if self.fits(metric, size) else [f"the file has {size} bytes"]
+        facts: dict[str, Any] = {"reference": self.reference, "metric": metric, "drop": drop, "bytes": size}
         no_gain = where_bits_buy_nothing(self.sim.plan, self.sim.encodings)
         if self.times:
-            found = profile(self.sim, runtime=self.times["runtime"], progress=False).summary
-            facts |= {"ms": float(found["ms"]), "float_ms": float_ms(self.sim, self.times["runtime"])}
-            facts |= {"cures": found["cures"]} if "cures" in found else {}
+            times = profile(self.sim, runtime=self.times["runtime"], progress=False).summary
+            facts |= {"ms": float(times["ms"]), "float_ms": float_ms(self.sim, self.times["runtime"])}
+            facts |= {"cures": times["cures"]} if "cures" in times else {}
             no_gain = [*no_time_gained(facts["ms"], facts["float_ms"] or np.inf), *no_gain]
             if facts["ms"] > self.times["max_ms"] * _SLACK:
                 missed.append(f"a run takes {facts['ms']:.4g} ms")
         facts |= {"passes": sum(row["passes"] or 0.0 for row in self.rows), "evaluations": self.evaluations}
-        if no_gain:
-            facts["no_gain"] = no_gain
-        if self.ranking:
-            facts["ranking"] = self.ranking
+        facts |= {"no_gain": no_gain} if no_gain else {}
+        facts |= {"ranking": self.ranking} if self.ranking else {}
         remark = budget_remark(self.max_drop, facts)
         summary = {"met": not missed, **({"missed": missed} if missed else {}), **remark, **facts}
-        return AutoquantReport("Automatic quantization", self.rows, summary, self.sim, "\n".join(self.code))
+        return AutoquantReport("Automatic quantization", self.rows, summary, self.sim, "\n".join(self.here.code))
 
 
 def exported_bytes(sim: Sim) -> int:
@@ -491,12 +477,11 @@ def _lowerable_weights(sim: Sim) -> list[str]:
 
 
 def _lower_weights(
-    sim: Sim, data: Iterable[Any], size: int, max_bytes: int, options: Mapping[str, Any]
+    sim: Sim, data: Iterable[Any], size: int, max_bytes: int, run: Run
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Give 4 bits to the weights of 8 that matter least at the outputs, until the file of `size` bytes fits.
 
-    Returns:
-        The sites, and the rows of `sensitivity` that they were chosen by.
+    Returns the sites, and the rows of `sensitivity` that they were chosen by.
 
     Raises:
         ConfigError: it does not fit even if all of them have 4 bits, which is said with its size; or the sim was opened
@@ -521,12 +506,12 @@ def _lower_weights(
             "8; allow that much, or give a smaller config, such as one with int2 weights"
         )
     layers = layers_of(sim.plan)
-    noise, _ = noise_of_layers(sim, data, layers, exact=False, **options)
+    noise, _ = noise_of_layers(sim, data, layers, replace(run, seed=0))
     ranking = sensitivity_report(layers, noise, {}, {}).to_dict()["rows"]
     counts = {site: value.size for site, value in sim.stored_floats(sites).items()}
     weights = [LowerableWeight(site, counts.get(site, 0) // 2, noise.alone.get(site, 0.0)) for site in sites]
     wanted = size - max_bytes
-    for _ in range(_ROUNDS):
+    for _ in range(_TRIES):
         chosen = choose_lowered(weights, wanted) or sites
         found = take(chosen)
         if found <= max_bytes:

@@ -1,7 +1,8 @@
 """The verb that compares two forms of one network tensor by tensor: modules, sims, ONNX files, dumped tensors."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,7 +16,7 @@ from onnx_backend.runtime.feeds import batches_of
 from onnx_backend.sim import OnnxSim
 from qsdk.core.comparing.comparison import Comparison
 from qsdk.core.comparing.folder import DumpedFolder
-from qsdk.core.comparing.place import Array, Place, Side
+from qsdk.core.comparing.place import Side
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, run_of
@@ -82,7 +83,8 @@ def compare(
     """
     run = run_of(compare, options)
     _require_tolerance(tolerance)
-    sides = _fed_alike(_side(a, "a", run.forward), _side(b, "b", run.forward), run.forward)
+    sides = _side(a, "a", run.forward), _side(b, "b", run.forward)
+    _feed_alike(sides, run.forward)
     comparison = Comparison(*sides, names)
     for batch, where in _batches(sides, data, run.progress):
         comparison.add(batch, where)
@@ -131,47 +133,22 @@ def _side(given: Any, name: str, forward: Forward | None) -> Side | DumpedFolder
     )
 
 
-class _FedAsModule:
-    """An ONNX model that gets the arguments with which the user's `forward` calls the module."""
-
-    def __init__(self, model: OnnxValues, module: ModuleValues) -> None:
-        self._model, self._module = model, module
-
-    @property
-    def places(self) -> Sequence[Place]:
-        return self._model.places
-
-    @property
-    def teachable(self) -> bool:
-        return self._model.teachable
-
-    def values(self, batch: Any, where: str) -> Mapping[str, Array]:
-        return self._model.values(self._arguments(batch, where), where)
-
-    def taught(self, batch: Any, where: str, given: Mapping[str, Array]) -> Mapping[str, Array]:
-        return self._model.taught(self._arguments(batch, where), where, given)
-
-    def _arguments(self, batch: Any, where: str) -> Any:
-        self._module.values(batch, where)
-        called = self._module.arguments
-        wanted = [place.name for place in self._model.places if place.given]
-        return called if set(wanted) <= set(called) else tuple(called.values())
-
-
-def _fed_alike(
-    left: Side | DumpedFolder, right: Side | DumpedFolder, forward: Forward | None
-) -> tuple[Side | DumpedFolder, Side | DumpedFolder]:
-    """Return both sides, an ONNX model fed as `forward` feeds the module beside it.
+def _feed_alike(sides: tuple[Side | DumpedFolder, Side | DumpedFolder], forward: Forward | None) -> None:
+    """Feed an ONNX model with the arguments with which the user's `forward` calls the module beside it.
 
     Raises:
         ConfigError: `forward` is given, and no side is a module.
     """
-    if forward is None:
-        return left, right
-    if isinstance(left, ModuleValues) and isinstance(right, OnnxValues):
-        return left, _FedAsModule(right, left)
-    if isinstance(right, ModuleValues) and isinstance(left, OnnxValues):
-        return _FedAsModule(left, right), right
-    if not isinstance(left, ModuleValues) and not isinstance(right, ModuleValues):
+    modules = [side for side in sides if isinstance(side, ModuleValues)]
+    if not modules:
         require_no_forward(forward)
-    return left, right
+    for side in sides:
+        if forward is not None and isinstance(side, OnnxValues):
+            side.arguments = partial(_arguments, side, modules[0])
+
+
+def _arguments(model: OnnxValues, module: ModuleValues, batch: Any, where: str) -> Any:
+    module.values(batch, where)
+    called = module.arguments
+    wanted = [place.name for place in model.places if place.given]
+    return called if set(wanted) <= set(called) else tuple(called.values())

@@ -20,10 +20,11 @@ from qsdk.core.channel_maps.rotation_groups import cached_tensors
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.run_options import Forward, Run
 from qsdk.core.site import owner_of
 from qsdk.progress import bar, over_batches
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Door, Forward
+from qsdk.verbs.doors.door import Door
 
 FloatArrays = Sequence[npt.NDArray[np.float32]]
 LayerKind = Literal["weights", "activations"]
@@ -204,27 +205,25 @@ def noise_of_layers(
     sim: Sim,
     data: Iterable[Any],
     layers: Sequence[LayerSites],
+    run: Run,
     *,
-    exact: bool,
-    forward: Forward | None,
-    progress: bool,
-    seed: int = 0,
+    exact: bool = False,
 ) -> tuple[OutputNoise, str]:
     """Return the noise of layers at the outputs, and how it was found: `estimated` or `measured` and on what."""
     if exact:
-        return measure_noise(sim, data, layers, forward, progress, reverse=True), "measured"
+        return measure_noise(sim, data, layers, run, reverse=True), "measured"
     batches = data if hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
-    estimate = estimate_noise(sim, batches, forward, progress, seed)
+    estimate = estimate_noise(sim, batches, run)
     if estimate is None:
         few = list(islice(batches, _SAMPLED_BATCHES))
-        measured = measure_noise(sim, few, layers, forward, progress)
+        measured = measure_noise(sim, few, layers, run)
         return measured, f"measured on {len(few)} batches: the model has no gradients"
     noise, unreached, used = estimate
     missed = [layer for layer in layers if unreached.intersection(layer.sites)]
     if not missed:
         return noise, "estimated"
     few = used[:_SAMPLED_BATCHES]
-    measure_noise(sim, few, missed, forward, progress, known=noise)
+    measure_noise(sim, few, missed, run, known=noise)
     return noise, f"estimated; {len(missed)} rows measured on {sum(map(row_count, few))} samples"
 
 
@@ -269,9 +268,7 @@ def _squares(y: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return np.square(np.where(np.isfinite(y), y, 0.0).astype(np.float64))
 
 
-def estimate_noise(
-    sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool, seed: int
-) -> tuple[OutputNoise, set[str], list[Any]] | None:
+def estimate_noise(sim: Sim, data: Iterable[Any], run: Run) -> tuple[OutputNoise, set[str], list[Any]] | None:
     """Return the noise of every site to first order, the sites whose noise no gradient shows, and some rows used.
 
     None where the model has no gradients.
@@ -284,21 +281,21 @@ def estimate_noise(
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
     weights_alone = {site for site in stored if sim.plan.decisions[site].kind == "weight"}
-    probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed, weights_alone)
+    probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, run.seed, weights_alone)
     kept: list[tuple[Any, FloatArrays]] = []
     ways = [(whole, *way) for whole in (False, True) for way in ((True, True), (True, False), (False, False))]
-    for sample in sampled(_batches(data, progress), sim.plan):
-        probed = _probed(door, sample, probe, weights, forward, ways)
+    for sample in sampled(_batches(data, run.progress), sim.plan):
+        probed = _probed(door, sample, probe, weights, run.forward, ways)
         if probed is None:
             return None
         used, in_float = probed
         noise.signal += weights.power(in_float)
         noise.samples += row_count(used)
         noise.samples_given += sample.samples
-        (quantized,) = door.outputs([used], forward, in_float=False)
+        (quantized,) = door.outputs([used], run.forward, in_float=False)
         noise.all_quantized += weights.power_of_changes([quantized], [in_float])
         kept += [(used, quantized)] if len(kept) < _COMPARED else []
-    _compare_with_given(sim, noise, weights, kept, forward)
+    _compare_with_given(sim, noise, weights, kept, run.forward)
     noise.alone, noise.variance, noise.silent = probe.noise, probe.variance, weights.silent
     return noise, probe.unknown(), [used for used, _ in kept]
 
@@ -358,8 +355,7 @@ def measure_noise(
     sim: Sim,
     data: Iterable[Any],
     layers: Sequence[LayerSites],
-    forward: Forward | None,
-    progress: bool,
+    run: Run,
     *,
     reverse: bool = False,
     known: OutputNoise | None = None,
@@ -374,7 +370,7 @@ def measure_noise(
     door, weights = door_of(sim), OutputWeights()
     batches = [batch for _, batch in _batches(data, progress=False)]
     rows = sum(map(row_count, batches))
-    in_float = list(door.outputs(batches, forward, in_float=True))
+    in_float = list(door.outputs(batches, run.forward, in_float=True))
     weights.learn(in_float)
     signal = sum(weights.power(outputs) for outputs in in_float)
     noise = OutputNoise(signal, silent=weights.silent, samples=rows, samples_given=rows) if known is None else known
@@ -383,12 +379,12 @@ def measure_noise(
 
     def with_only(sites: Iterable[str], exact: Sequence[FloatArrays] = in_float) -> float:
         with door.quantizing_only(frozenset(sites)):
-            return unit * weights.power_of_changes(door.outputs(batches, forward, in_float=False), exact)
+            return unit * weights.power_of_changes(door.outputs(batches, run.forward, in_float=False), exact)
 
     if known is None:
-        given = outputs_as_given(sim, batches, forward) or in_float
+        given = outputs_as_given(sim, batches, run.forward) or in_float
         noise.all_quantized = with_only(every, given) * signal / (sum(map(weights.power, given)) or 1.0)
-    for layer in bar(layers, desc="sensitivity", unit="layer", disable=not progress, leave=False):
+    for layer in bar(layers, desc="sensitivity", unit="layer", disable=not run.progress, leave=False):
         noise.alone |= dict.fromkeys(layer.sites, 0.0) | {layer.sites[0]: with_only(layer.sites)}
         noise.variance |= dict.fromkeys(layer.sites, 0.0)
         if reverse:

@@ -13,7 +13,7 @@ from qsdk.core.precision.advice import SiteSample
 from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_budget, search_precision
 from qsdk.core.precision.search import TimeBudget
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, run_of
+from qsdk.core.run_options import DataOptions, Run, run_of
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.progress import progress_of
@@ -21,7 +21,6 @@ from qsdk.verbs.analysis.noise import layers_of, noise_of_layers, rounded_facts
 from qsdk.verbs.analysis.profile import profile
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 
 
 def advise(sim: Sim, data: Iterable[Any], **options: Unpack[DataOptions]) -> Report:
@@ -53,7 +52,7 @@ def advise(sim: Sim, data: Iterable[Any], **options: Unpack[DataOptions]) -> Rep
         'weights'
     """
     run = run_of(advise, options)
-    samples, noise, facts = _ranked(sim, data, run.forward, run.progress)
+    samples, noise, facts = _ranked(sim, data, run)
     report = advice.advise(sim.plan, sim.encodings, samples, noise)
     return Report(report.title, report.rows, {**report.summary, **facts})
 
@@ -115,21 +114,22 @@ def mixed_precision(
     assert max_drop is not None
     door, config = door_of(sim), require_config(sim.config)
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), float_ms=float_ms(sim, runtime))
-    samples, noise, facts = _ranked(sim, data, run.forward, run.progress)
+    samples, noise, facts = _ranked(sim, data, run)
     bounds: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, run.progress) as counted:
         report = search_precision(sim, config, samples, noise, counted, as_given=door.as_given, **bounds)
     return Report(report.title, report.rows, {**report.summary, **facts})
 
 
-def _ranked(
-    sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool
-) -> tuple[dict[str, SiteSample], dict[str, float], dict[str, Any]]:
+def _ranked(sim: Sim, data: Iterable[Any], run: Run) -> tuple[dict[str, SiteSample], dict[str, float], dict[str, Any]]:
     """Return a sample and the noise at the outputs, over their power, of each site, and `ranking` and `rounded`."""
     batches = list(data) if isinstance(data, Iterator) else data
-    samples = _samples(sim, batches, forward, progress)
+    _ = sim.encodings  # a missing calibration is reported before the data is used up
+    samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
+    shared: dict[str, Any] = {"forward": run.forward, "progress": run.progress}
+    door_of(sim).visit(batches, lambda site, x: samples[site].add(x), title="sample", **shared)
     layers = layers_of(sim.plan)
-    found, _ = noise_of_layers(sim, batches, layers, exact=False, forward=forward, progress=progress)
+    found, _ = noise_of_layers(sim, batches, layers, run)
     if found.signal > 0.0:
         noise = {site: power / found.signal for site, power in found.alone.items()}
     else:  # outputs without floats, such as classes, show no noise: each site's own ranks it
@@ -175,12 +175,3 @@ def float_ms(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> float 
         found = measure()
         sim.restore(before)
     return found
-
-
-def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:
-    """Return a bounded sample of the float values at every computed site."""
-    door = door_of(sim)
-    _ = sim.encodings  # a missing calibration is reported before the data is used up
-    samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
-    door.visit(data, lambda site, x: samples[site].add(x), title="sample", forward=forward, progress=progress)
-    return dict(samples)

@@ -21,19 +21,19 @@ from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
 from qsdk.core.precision.advice import decibels
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, run_of
+from qsdk.core.run_options import DataOptions, Run, run_of
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.analysis.noise import OutputWeights, can_afford_each, layers_of, rounded_weights
-from qsdk.verbs.analysis.page.facts import LayerFacts, Measured, ModelFacts, model_facts
+from qsdk.verbs.analysis.page.facts import Measured, ModelFacts, model_facts
 from qsdk.verbs.analysis.page.page import page
 from qsdk.verbs.analysis.profile import exported
 from qsdk.verbs.analysis.profile import profile as profiled
 from qsdk.verbs.analysis.sensitivity import sensitivity
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.onnx_door import require_no_forward
 from qsdk.verbs.qdq_files import OnnxSource, validate
 
+_FILES = (str, os.PathLike, ModelProto)
 _DRAWING = "qsdk.verbs.analysis.page.plots"  # imports matplotlib, which is optional
 _NO_FLOAT_WEIGHTS = (
     "The file holds quantized weights, so all noise here is that of the activations alone. Give the float model as "
@@ -89,34 +89,25 @@ def report(
     run = run_of(report, options)
     drawing = _drawing()
     models = [sim_or_file, *([] if against is None else [against])]
-    _require_file(models, float_model)
+    if float_model is not None and not any(isinstance(given, _FILES) for given in models):
+        raise ConfigError("a sim holds its float model itself; leave out float_model=, which is for files")
     batches = data if data is None or hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
     pages: list[ModelFacts] = []
     for given in models:
-        found = _measured(given, batches, float_model, run.forward, run.progress)
-        if profile is True or given is sim_or_file:
-            found = replace(found, profile=_times(found, profile, batches, run.progress))
-        pages.append(model_facts(found, batches, run.forward, run.progress, pages[0] if pages else None))
+        measured = _measured(given, batches, float_model, run)
+        if profile is True:
+            measured = replace(measured, profile=profiled(measured.file, batches, progress=run.progress))
+        elif given is sim_or_file and isinstance(profile, Report):
+            measured = replace(measured, profile=profile)
+        pages.append(model_facts(measured, batches, run, pages[0] if pages else None))
     write_text(out, text := page(pages, drawing.Artist()))
-    facts = {"path": os.fspath(out), "page_bytes": len(text.encode())}
-    return Report("Report", [_row(layer) for layer in pages[0].layers], facts | _summary(*pages))
-
-
-def _require_file(models: Iterable[Any], float_model: OnnxSource | None) -> None:
-    """Raise an error for a float model that no file is to be compared with."""
-    if float_model is not None and not any(isinstance(given, str | os.PathLike | ModelProto) for given in models):
-        raise ConfigError("a sim holds its float model itself; leave out float_model=, which is for files")
-
-
-def _times(found: Measured, profile: Report | bool, data: Iterable[Any] | None, progress: bool) -> Report | None:
-    if isinstance(profile, bool):
-        return profiled(found.file, data, progress=progress) if profile else None
-    return profile
-
-
-def _summary(model: ModelFacts, against: ModelFacts | None = None) -> dict[str, Any]:
-    facts = {"sentence": model.sentence, **model.sizes.summary, "sqnr_db": model.sqnr_db, "layers": len(model.layers)}
-    return facts if against is None else facts | {"against": against.sentence}
+    first = pages[0]
+    summary = {"path": os.fspath(out), "page_bytes": len(text.encode()), "sentence": first.sentence}
+    summary |= {**first.sizes.summary, "sqnr_db": first.sqnr_db, "layers": len(first.layers)}
+    summary |= {"against": pages[1].sentence} if len(pages) > 1 else {}
+    columns = ("op_type", "dtypes", "share", "sqnr_db", "bytes", "clipped", "ms")
+    rows = [{"layer": layer.name, **{name: getattr(layer, name) for name in columns}} for layer in first.layers]
+    return Report("Report", rows, summary)
 
 
 def _drawing() -> Any:
@@ -131,11 +122,6 @@ def _drawing() -> Any:
         if not str(error.name).startswith("matplotlib"):
             raise
         raise ConfigError("the pictures of a report need matplotlib; install it: pip install 'qsdk[report]'") from error
-
-
-def _row(layer: LayerFacts) -> dict[str, Any]:
-    facts = {"layer": layer.name, "op_type": layer.op_type, "dtypes": layer.dtypes, "share": layer.share}
-    return facts | {"sqnr_db": layer.sqnr_db, "bytes": layer.bytes, "clipped": layer.clipped, "ms": layer.ms}
 
 
 def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
@@ -160,78 +146,63 @@ def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
 
 
 def _measured(
-    given: Sim | OnnxSource,
-    data: Iterable[Any] | None,
-    float_model: OnnxSource | None,
-    forward: Forward | None,
-    progress: bool,
+    given: Sim | OnnxSource, data: Iterable[Any] | None, float_model: OnnxSource | None, run: Run
 ) -> Measured:
     """Measure what a page shows of a model."""
-    if isinstance(given, str | os.PathLike | ModelProto):
-        require_no_forward(forward)
-        return _measured_file(given, data, float_model, progress)
+    if isinstance(given, _FILES):
+        require_no_forward(run.forward)
+        return _measured_file(given, data, float_model, run)
     require_sim(given)
     _ = given.encodings  # a missing calibration is reported before the data is used up
-    return _measured_sim(given, data, forward, progress)
+    name = "ONNX model" if isinstance(given, OnnxSim) else type(given.model).__name__.removeprefix("Quantized")
+    file, written = exported(given, "onnxruntime", "size")
+    measured = Measured(name, given, file, sizes(with_pairs(file), written.summary["bytes"]))
+    if data is None or not layers_of(given.plan):
+        return measured
+    rows = _sensitivity(given, data, run)
+    measured = replace(measured, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"], remarks=(_how(rows),))
+    count = len(rows.summary.get("rounded", ()))
+    if not count:
+        return measured
+    with door_of(given).as_given():
+        lost = len(rounded_weights(given))
+    remark = (
+        f"{count} weights hold the values that they were rounded to, by adaround or the like, so the shares of the "
+        "layers leave out what that cost"
+    )
+    if not lost:
+        remark += "; the noise of the whole is counted from the model as it was given."
+        return replace(measured, remarks=(*measured.remarks, remark))
+    remark += f", and {lost} of them came so: compare with the model that you began with."
+    noise = f"the noise of all but {lost} weights that came rounded"
+    return replace(measured, remarks=(*measured.remarks, remark), noise=noise)
 
 
 def _measured_file(
-    source: OnnxSource, data: Iterable[Any] | None, float_model: OnnxSource | None, progress: bool
+    source: OnnxSource, data: Iterable[Any] | None, float_model: OnnxSource | None, run: Run
 ) -> Measured:
     """Measure what a page shows of a file."""
     file = model_io.load(source)
     name = "ONNX model" if isinstance(source, ModelProto) else Path(source).name
     sim = opened_file(model_io.load(file), source)
-    found = Measured(name, sim, file, sizes(file, file_bytes(source, file)), findings=validate(file))
+    measured = Measured(name, sim, file, sizes(file, file_bytes(source, file)), findings=validate(file))
     if data is None or not layers_of(sim.plan):
-        return found
+        return measured
     if float_model is None:
-        rows = _sensitivity(sim, data, None, progress)
-        return replace(
-            found,
-            sensitivity=rows,
-            remarks=(_how(rows), _NO_FLOAT_WEIGHTS),
-            noise="the noise of their activations",
-            sqnr_db=rows.summary["sqnr_db"],
-        )
+        rows = _sensitivity(sim, data, run)
+        alone = replace(measured, noise="the noise of their activations", sqnr_db=rows.summary["sqnr_db"])
+        return replace(alone, sensitivity=rows, remarks=(_how(rows), _NO_FLOAT_WEIGHTS))
     in_float = opened_file(model_io.load(float_model), float_model)
     sqnr = _sqnr(sim, in_float, data)
     remarks = _take_float_weights(sim, in_float)
-    rows = _sensitivity(sim, data, None, progress)
-    return replace(found, sensitivity=rows, remarks=(_how(rows), *remarks), sqnr_db=sqnr)
+    rows = _sensitivity(sim, data, run)
+    return replace(measured, sensitivity=rows, remarks=(_how(rows), *remarks), sqnr_db=sqnr)
 
 
-def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None, progress: bool) -> Measured:
-    """Measure what a page shows of a sim."""
-    name = "ONNX model" if isinstance(sim, OnnxSim) else type(sim.model).__name__.removeprefix("Quantized")
-    file, written = exported(sim, "onnxruntime", "size")
-    found = Measured(name, sim, file, sizes(with_pairs(file), written.summary["bytes"]))
-    if data is None or not layers_of(sim.plan):
-        return found
-    rows = _sensitivity(sim, data, forward, progress)
-    found = replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"], remarks=(_how(rows),))
-    count = len(rows.summary.get("rounded", ()))
-    if not count:
-        return found
-    remark = (
-        f"{count} weights hold the values that they were rounded to, by adaround or the like, so the shares of the "
-    )
-    with door_of(sim).as_given():
-        lost = len(rounded_weights(sim))
-    if not lost:
-        counted = "layers leave out what that cost; the noise of the whole is counted from the model as it was given."
-        return replace(found, remarks=(*found.remarks, remark + counted))
-    unknown = (
-        f"layers leave out what that cost, and {lost} of them came so: compare with the model that you began with."
-    )
-    noise = f"the noise of all but {lost} weights that came rounded"
-    return replace(found, remarks=(*found.remarks, remark + unknown), noise=noise)
-
-
-def _sensitivity(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+def _sensitivity(sim: Sim, data: Iterable[Any], run: Run) -> Report:
     """Return what each layer costs: measured one at a time where that is a matter of seconds, else estimated."""
     exact = can_afford_each(data, sim.plan, len(layers_of(sim.plan)))
-    return sensitivity(sim, data, exact=exact, forward=forward, progress=progress)
+    return sensitivity(sim, data, exact=exact, forward=run.forward, progress=run.progress)
 
 
 def _how(sensitivity: Report) -> str:

@@ -77,8 +77,7 @@ def sensitivity(
     _ = sim.encodings
     times = None if runtime is None else profile(sim, runtime=runtime, progress=run.progress)
     layers = layers_of(sim.plan)
-    kept: dict[str, Any] = {"forward": run.forward, "progress": run.progress, "seed": run.seed}
-    noise, method = noise_of_layers(sim, data, layers, exact=exact, **kept)
+    noise, method = noise_of_layers(sim, data, layers, run, exact=exact)
     if not noise.signal > 0.0:
         raise DataError(
             "the model's outputs have no floating-point values other than 0, so no noise can be seen there; give "

@@ -13,7 +13,7 @@ from qsdk.verbs.blocks import tune_blocks
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.ranges import tune_ranges
-from qsdk.verbs.rotation.rotate import rotate
+from qsdk.verbs.rotate import rotate
 from qsdk.verbs.scaling import awq, equalize, smooth_quant
 
 VERBS: dict[str, Callable[..., Report]] = {

@@ -13,7 +13,7 @@ from onnx import ModelProto
 from torch import Tensor
 
 from onnx_backend import saved
-from onnx_backend.data_passes import outputs, quantizing_only, relu6, stored_by_name, visit_sites
+from onnx_backend.data_passes import passes
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.proto.inputs import noted_example, with_shapes
@@ -73,18 +73,18 @@ class OnnxDoor:
     ) -> None:
         """Visit in one session whose outputs are the sites."""
         require_no_forward(forward)
-        visit_sites.visit_sites(self.sim, data, each, title=title, sites=sites, progress=progress)
+        passes.visit_sites(self.sim, data, each, title=title, sites=sites, progress=progress)
 
     def outputs(
         self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
     ) -> Iterator[list[npt.NDArray[np.float32]]]:
         """Yield the outputs of a session."""
         require_no_forward(forward)
-        return outputs.outputs(self.sim, batches, in_float=in_float)
+        return passes.outputs(self.sim, batches, in_float=in_float)
 
     def quantizing_only(self, sites: Collection[str]) -> AbstractContextManager[None]:
         """Run a Q/DQ model with fewer pairs."""
-        return quantizing_only.quantizing_only(self.sim, sites)
+        return passes.quantizing_only(self.sim, sites)
 
     def visited_outputs(
         self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
@@ -110,11 +110,11 @@ class OnnxDoor:
 
     def stored_values(self) -> Mapping[str, Array]:
         """Return the initializers of floats."""
-        return stored_by_name.stored_by_name(self.sim)
+        return passes.stored_by_name(self.sim)
 
     def constants(self) -> Mapping[str, Array]:
         """Return all initializers, also those of integers."""
-        return stored_by_name.constants_by_name(self.sim)
+        return passes.constants_by_name(self.sim)
 
     def store_values(self, values: Mapping[str, Array]) -> None:
         """Replace initializers."""
@@ -140,15 +140,15 @@ class OnnxDoor:
 
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the Clips' inputs."""
-        return relu6.graph_as_it_runs(self.sim)
+        return passes.graph_as_it_runs(self.sim)
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
         """Return the reasons: other ops that read the same bound."""
-        return relu6.shared_bound_reasons(self.sim, clips, wanted)
+        return passes.shared_bound_reasons(self.sim, clips, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:
         """Store infinity as the bound."""
-        relu6.remove_bounds(self.sim, clips_at_six(self.sim.graph), sites)
+        passes.remove_bounds(self.sim, clips_at_six(self.sim.graph), sites)
 
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool

@@ -8,7 +8,7 @@ from qdq_models import make_model
 from torch import Tensor, nn
 from torch_models import seeded
 
-from onnx_backend.data_passes.visit_sites import with_sites_as_outputs
+from onnx_backend.data_passes.passes import with_sites_as_outputs
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import QuantConfig
 from qsdk.verbs.quantize import quantize

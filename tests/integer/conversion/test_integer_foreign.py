@@ -12,7 +12,7 @@ from qdq_models import convnet, mlp
 
 import qsdk
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.verify.run_both import random_inputs
+from onnx_backend.integer.verify.measure import random_inputs
 
 U8, S8, U16, S16, U4, S4 = (
     getattr(QuantType, f"Q{name}") for name in ("UInt8", "Int8", "UInt16", "Int16", "UInt4", "Int4")

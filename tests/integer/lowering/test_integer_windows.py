@@ -9,7 +9,7 @@ from integer_models import INT8, LEVELS, UINT8, Net, run
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.verify.run_both import measured_inputs
+from onnx_backend.integer.verify.measure import measured_inputs
 
 CONVS = {
     "1d dilated groups": ((2, 4, 20), (6, 2, 3), {"dilations": [3], "group": 2, "pads": [2, 3]}),

@@ -16,7 +16,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.verify.run_both import compare_runtimes, index_bounds, measure, measured_inputs
+from onnx_backend.integer.verify.measure import compare_runtimes, index_bounds, measure, measured_inputs
 from qsdk.core.errors import IntegerError
 from qsdk.core.numerics.fixed_point import round_shift
 

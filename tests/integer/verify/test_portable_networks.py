@@ -12,7 +12,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.portable.numbers import LIMITS
-from onnx_backend.integer.verify.run_both import random_inputs
+from onnx_backend.integer.verify.measure import random_inputs
 from qsdk.core.errors import ConfigError, IntegerError
 
 #: onnx's own evaluator gives a MaxPool with auto_pad another shape than the standard says.

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import SiteSample, decibels, noise_to_signal
 from qsdk.core.report import Report
+from qsdk.core.run_options import Run
 from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 
 Array = npt.NDArray[Any]
 DRAWN = 60  # layers with pictures, the worst ones
@@ -162,8 +162,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What the page shows of a model: what `Measured` says of it, its layers in the order in which they run, and more.
+class ModelFacts(Measured):
+    """What the page shows of a model: what was measured, its layers in the order in which they run, and more.
 
     Attributes:
         sentence: the most important facts in words.
@@ -172,49 +172,35 @@ class ModelFacts:
         float_reasons: reason -> the tensors that stay float for it.
     """
 
-    name: str
-    sizes: Report
-    sqnr_db: float | None
-    profile: Report | None
-    findings: Report | None
-    sentence: str
-    layers: tuple[LayerFacts, ...]
-    noisy: Set[str]
-    states: Mapping[str, int]
-    float_reasons: Mapping[str, Sequence[str]]
-    remarks: Sequence[str]
+    sentence: str = ""
+    layers: tuple[LayerFacts, ...] = ()
+    noisy: Set[str] = frozenset()
+    states: Mapping[str, int] = field(default_factory=dict)
+    float_reasons: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def model_facts(
-    found: Measured,
-    data: Iterable[Any] | None,
-    forward: Forward | None,
-    progress: bool,
-    beside: ModelFacts | None = None,
+    measured: Measured, data: Iterable[Any] | None, run: Run, beside: ModelFacts | None = None
 ) -> ModelFacts:
     """Return the facts about a model, with the values of its worst layers and of those with pictures in `beside`."""
-    coverage = found.sim.coverage()
+    coverage = measured.sim.coverage()
     first = frozenset() if beside is None else frozenset(layer.name for layer in beside.layers if layer.drawn)
-    layers = _with_values(found.sim, _layers(found, coverage), data, forward, progress, first)
+    layers = _with_values(measured.sim, _layers(measured, coverage), data, run, first)
     noisy = _noisy(layers)
     states = {state: int(coverage.summary[state]) for state in ("quantized", "tied", "float", "not_exercised")}
     reasons: dict[str, list[str]] = {}
     for row in coverage.rows:
         if row["state"] == "float":
             reasons.setdefault(_reason(str(row["reason"])), []).append(str(row["site"]))
-    slow = () if found.profile is None or "noisy" not in found.profile.summary else (found.profile.summary["noisy"],)
+    slow = () if measured.profile is None else (measured.profile.summary.get("noisy"),)
+    remarks = (*measured.remarks, *(f"Milliseconds: {said}." for said in slow if said))
     return ModelFacts(
-        name=found.name,
-        sizes=found.sizes,
-        sqnr_db=found.sqnr_db,
-        profile=found.profile,
-        findings=found.findings,
-        sentence=_sentence(found, layers, len(noisy)),
+        **{**vars(measured), "remarks": remarks},
+        sentence=_sentence(measured, layers, len(noisy)),
         layers=tuple(layers),
         noisy=noisy,
         states={state.replace("_", " "): count for state, count in states.items() if count or state == "quantized"},
         float_reasons=dict(sorted(reasons.items(), key=lambda item: -len(item[1]))),
-        remarks=(*found.remarks, *(f"Milliseconds: {said}." for said in slow)),
     )
 
 
@@ -346,12 +332,7 @@ def _noise_of(sensitivity: Report) -> dict[str, dict[str, Any]]:
 
 
 def _with_values(
-    sim: Sim,
-    layers: Sequence[LayerFacts],
-    data: Iterable[Any] | None,
-    forward: Forward | None,
-    progress: bool,
-    first: Set[str],
+    sim: Sim, layers: Sequence[LayerFacts], data: Iterable[Any] | None, run: Run, first: Set[str]
 ) -> list[LayerFacts]:
     """Return the layers with the values of all their weights, and of the activations of `first` and the worst ones."""
     encodings = sim.encodings
@@ -377,10 +358,8 @@ def _with_values(
     ]
     if data is not None and wanted:
         samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
-        seen = door_of(sim).visit
-        seen(
-            data, lambda site, x: samples[site].add(x), title="values", sites=wanted, forward=forward, progress=progress
-        )
+        shared: dict[str, Any] = {"sites": wanted, "forward": run.forward, "progress": run.progress}
+        door_of(sim).visit(data, lambda site, x: samples[site].add(x), title="values", **shared)
         for site, sample in samples.items():
             # a sample has lost its shape, so nothing but one scale for all of it can be compared
             one = encoding if (encoding := encodings.get(site)) is not None and encoding.axis is None else None

@@ -1,15 +1,16 @@
 """The verb `rotate`: orthogonal rotations of residual streams and attention heads, merged into the weights."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import length_hint
 from typing import Any, Literal, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.algorithms.rotation.learned import LearnedRotation, learn_rotation
+from qsdk.algorithms.rotation.learned import LearnedRotation, Turned, learn_rotation
 from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, online_factors, random_orthogonal, randomized_hadamard
 from qsdk.core.channel_maps.rotated_weights import (
     InputRotation,
@@ -19,22 +20,25 @@ from qsdk.core.channel_maps.rotated_weights import (
     gain_of,
     rotated_values,
 )
-from qsdk.core.channel_maps.rotation_groups import RotationGroup, find_rotation_groups
-from qsdk.core.channel_maps.scalings import obstacle
-from qsdk.core.errors import ConfigError
+from qsdk.core.channel_maps.rotation_groups import RotatedTensor, RotationGroup, find_rotation_groups
+from qsdk.core.channel_maps.scalings import obstacle, specs_of
+from qsdk.core.errors import ConfigError, DataError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
 from qsdk.core.report import Report
-from qsdk.core.run_options import SeededOptions, run_of
+from qsdk.core.run_options import Run, SeededOptions, run_of
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.quantize import calibrate
-from qsdk.verbs.rotation.data_without_caches import without_caches
-from qsdk.verbs.rotation.samples import samples_of
+from torch_bridge.torch_values.batches import as_example
+from torch_bridge.torch_values.pytree import is_cache
 
+Rows = npt.NDArray[np.float32]
+
+_ROWS = 512  # of a tensor or weight
 Method = Literal["hadamard", "random", "learned"]
 Array = npt.NDArray[np.generic]
 
@@ -94,37 +98,23 @@ def rotate(
     """
     run = run_of(rotate, options)
     _require_options(sim, data, method)
-    return _rotate(
-        sim, [] if data is None else data, method, online, run.seed, forward=run.forward, progress=run.progress
-    )
-
-
-def _rotate(
-    sim: Sim,
-    batches: Iterable[Any],
-    method: Method,
-    online: bool,
-    seed: int,
-    *,
-    forward: Forward | None,
-    progress: bool,
-) -> Report:
+    batches: Iterable[Any] = [] if data is None else data
     started = time.perf_counter()
     names = _tied_names(sim)
     with ExitStack() as undone_on_error:
         was_tied = bool(names) and undone_on_error.enter_context(door_of(sim).untied(names))
-        ahead = undone_on_error.enter_context(_turned_online(sim, seed)) if online else []
+        ahead = undone_on_error.enter_context(_turned_online(sim, run.seed)) if online else []
         undone_on_error.enter_context(put_back_on_error(sim, weights=True))
         undone_on_error.enter_context(without_shifts(sim))
         graph = door_of(sim).running_graph()
-        streams = _turned(sim, graph, method, seed)
+        streams = _turned(sim, graph, method, run.seed)
         in_caches = sum(one.cached and not one.blocked for one in streams)
         batches = without_caches(batches) if in_caches else batches
-        noises = _learn(sim, graph, batches, forward=forward, progress=progress) if method == "learned" else {}
+        noises = _learn(sim, graph, batches, run) if method == "learned" else {}
         turned, at_run_time = sum(not one.blocked for one in streams), sum(not row["reason"] for row in ahead)
         again = turned + at_run_time > 0 and any(sim.ready().values())
         if again:
-            calibrate(sim, batches, **sim.methods.options, forward=forward, progress=progress)
+            calibrate(sim, batches, **sim.methods.options, forward=run.forward, progress=run.progress)
         summary = {
             "rotated": turned,
             "left": len(streams) - turned,
@@ -192,12 +182,10 @@ def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[RotationG
     return streams
 
 
-def _learn(
-    sim: Sim, graph: Graph, data: Iterable[Any], *, forward: Forward | None, progress: bool
-) -> dict[int, LearnedRotation]:
+def _learn(sim: Sim, graph: Graph, data: Iterable[Any], run: Run) -> dict[int, LearnedRotation]:
     """Rotate residual streams on, as is best for the data; return the rotation of each by its seed."""
     streams = [one for one in _streams(sim, graph) if one.kind == "residual stream" and not (one.blocked or one.ties)]
-    samples = samples_of(sim, graph, streams, data, forward=forward, progress=progress)
+    samples = samples_of(sim, graph, streams, data, run)
     result = {}
     for stream, turned in zip(streams, samples, strict=True):
         if turned:
@@ -283,3 +271,110 @@ def _row_online(graph: Graph, turn: OnlineRotation) -> dict[str, Any]:
         **counts,
         "reason": turn.blocked,
     }
+
+
+class SampledRows:
+    """Rows of a tensor: those with the largest elements, which decide about ranges, and as many others."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._peaks: Rows | None = None
+        self._others: Rows | None = None
+
+    def add(self, rows: Rows) -> None:
+        """Add rows [n, size]."""
+        known = rows if self._peaks is None else np.concatenate([self._peaks, rows])
+        self._peaks = known[np.argsort(-np.abs(known).max(axis=1), kind="stable")[: _ROWS // 2]].copy()
+        known = rows if self._others is None else np.concatenate([self._others, rows])
+        self._others = known[self._generator.permutation(len(known))[: _ROWS // 2]].copy()
+
+    def rows(self) -> Rows:
+        """Return the sample."""
+        assert self._peaks is not None
+        assert self._others is not None
+        return np.concatenate([self._peaks, self._others])
+
+
+def samples_of(
+    sim: Sim, graph: Graph, groups: Sequence[RotationGroup], data: Iterable[Any], run: Run
+) -> list[list[Turned]]:
+    """Return what the rotation of each group turns, as far as it is quantized, after one float pass over the data."""
+    specs = {site: spec for site, spec in specs_of(sim.plan).items() if spec.dtype.is_quantized}
+    samplers: dict[str, SampledRows] = {}
+    for group in groups:
+        for tensor, ids in group.members.items():
+            site = graph.tensors[tensor].site
+            if site in specs and ids.size == ids.shape[-1] == group.size and site is not None:
+                samplers[site] = SampledRows(tensor)
+
+    def look(site: str, x: npt.NDArray[Any]) -> None:
+        samplers[site].add(np.asarray(x, np.float32).reshape(-1, x.shape[-1]))
+
+    door_of(sim).visit(data, look, title="rotation", sites=samplers, forward=run.forward, progress=run.progress)
+    stored = door_of(sim).stored_values()
+    result = []
+    for group in groups:
+        sites = [graph.tensors[tensor].site or "" for tensor in group.members]
+        found = [_activation(samplers[site].rows(), specs[site]) for site in sites if site in samplers]
+        for one in (*group.writers, *group.readers):
+            spec = specs.get(graph.tensors[one.root].site or "")
+            if spec is not None:
+                found.append(_weight(stored[graph.tensors[one.root].name], one, spec, group.size))
+        result.append(found)
+    return result
+
+
+def _activation(rows: Rows, spec: Spec) -> Turned:
+    levels = spec.dtype.hi - spec.dtype.lo
+    return Turned(rows, levels, spec.symmetric, "column" if isinstance(spec.granularity, PerChannel) else "tensor")
+
+
+def _weight(value: npt.NDArray[Any], rotated: RotatedTensor, spec: Spec, size: int) -> Turned:
+    last = np.moveaxis(np.asarray(value), rotated.axis, -1)
+    rows = np.asarray(last[..., rotated.ids.reshape(-1) >= 0], np.float32).reshape(-1, size)
+    some = rows[np.random.default_rng(0).permutation(len(rows))[: 4 * _ROWS]]
+    kept = spec.granularity
+    ranges: Any = "tensor"
+    if isinstance(kept, PerBlock) and kept.axis == rotated.axis:
+        ranges = kept.size
+    elif isinstance(kept, PerChannel | PerBlock):
+        ranges = "column" if kept.axis == rotated.axis or isinstance(kept, PerBlock) else "row"
+    return Turned(some, spec.dtype.hi - spec.dtype.lo, spec.symmetric, ranges)
+
+
+class DataWithoutCaches:
+    """Batches that are refused as they are read where they bring a filled cache."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        """Read nothing yet."""
+        self._data = data
+
+    def __length_hint__(self) -> int:
+        """Return how many batches there are, as far as the data knows."""
+        return length_hint(self._data, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches.
+
+        Raises:
+            DataError: one brings a filled cache.
+        """
+        for number, batch in enumerate(self._data):
+            if isinstance(batch, tuple | list | Mapping):
+                given = as_example(batch)
+                for value in (*given.args, *given.kwargs.values()):
+                    if is_cache(value) and value.get_seq_length() > 0:
+                        raise DataError(
+                            f"batch {number} brings a cache that was filled before the rotation, which turns what "
+                            "caches hold; give tokens alone, or an empty cache"
+                        )
+            yield batch
+
+
+def without_caches(data: Iterable[Any]) -> Iterable[Any]:
+    """Return data that is refused as soon as a batch brings a filled cache; it can be read again if the data can."""
+    one_batch = isinstance(data, Mapping | str | bytes) or hasattr(data, "__array__")
+    if one_batch or not isinstance(data, Iterable):
+        return data  # whoever reads it raises the error
+    checked = DataWithoutCaches(data)
+    return iter(checked) if isinstance(data, Iterator) else checked

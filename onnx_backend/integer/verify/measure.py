@@ -1,4 +1,4 @@
-"""Measure an integer-only model: against the Q/DQ model it comes from, the NumPy reference, and other runtimes."""
+"""Measure an integer-only model against its Q/DQ model, the NumPy reference, and every runtime that is installed."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +28,14 @@ from qsdk.core.numerics.encoding import Encoding
 
 Array = npt.NDArray[Any]
 _DYNAMIC = 2  # length of a dynamic axis in the measurement
+_LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
+#: Elements of all tensors up to which onnx's evaluator runs too: it takes microseconds for each.
+_EVALUATED = 1 << 22
+_CODES: Mapping[Any, int] = MappingProxyType(
+    {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.uint16): TensorProto.UINT16}
+)
+_LOOK_UPS = ("Gather", "GatherElements", "GatherND")
+_MOVES = VIEWS | {"Cast", "Concat", "Expand", "Slice", *_LOOK_UPS}
 
 
 def measure(
@@ -72,12 +80,7 @@ def measure(
     theirs = [] if edges != "float" else simulation_session(source).run(names, dict(inputs))
     _require_numbers(dict(zip(names, theirs, strict=False)))
     expected = run_reference(integer, inputs, every_tensor=True) if reference else ours
-    for name in names:
-        if not np.array_equal(ours[name], expected[name]):
-            raise IntegerError(
-                f"ONNX Runtime and the integer reference disagree on the output {name!r}; this is a defect of qsdk or "
-                "of the runtime, and the model was not written"
-            )
+    _require_equal(ours, expected, "ONNX Runtime and the integer reference", " or of the runtime")
     if reference:
         _note_accumulators([op for op in operations if isinstance(op, Requantization)], expected)
     if edges != "float":
@@ -90,6 +93,19 @@ def measure(
     elements = max(sum(step.size for step in steps), 1)
     differing = sum(int((step > 0.5).sum()) for step in steps) / elements
     return {"max_lsb": largest, "differing": differing, "reference_equal": reference or None}
+
+
+def _require_equal(got: Mapping[str, Array], wanted: Mapping[str, Array], who: str, or_of: str = "") -> None:
+    """Require the same integers of both at every output.
+
+    Raises:
+        IntegerError: they differ; names the output.
+    """
+    for name, values in got.items():
+        if not np.array_equal(values, wanted[name]):
+            raise IntegerError(
+                f"{who} disagree on the output {name!r}; this is a defect of qsdk{or_of}, and the model was not written"
+            )
 
 
 def _require_numbers(outputs: Mapping[str, Array]) -> None:
@@ -197,13 +213,6 @@ def _output_scale(integer: ModelProto, name: str, rank: int) -> Array:
     return scale.reshape([-1 if i == axis else 1 for i in range(rank)]) if scale.size > 1 else scale.reshape(())
 
 
-# --- the range of the indices that enter a model, from the tables that they index -------------------------------------
-
-
-_LOOK_UPS = ("Gather", "GatherElements", "GatherND")
-_MOVES = VIEWS | {"Cast", "Concat", "Expand", "Slice", *_LOOK_UPS}
-
-
 def index_bounds(model: ModelProto) -> dict[str, int]:
     """Return the number of rows of the smallest table that an input indexes, by input name; others are left out.
 
@@ -239,17 +248,6 @@ def index_bounds(model: ModelProto) -> dict[str, int]:
     return found
 
 
-# --- other runtimes ---------------------------------------------------------------------------------------------------
-
-
-_LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
-#: Elements of all tensors up to which onnx's evaluator runs too: it takes microseconds for each.
-_EVALUATED = 1 << 22
-_CODES: Mapping[Any, int] = MappingProxyType(
-    {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.uint16): TensorProto.UINT16}
-)
-
-
 def compare_runtimes(model: ModelProto, standard: ModelProto, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
     """Return the runtimes, with their versions, that give the integers of the NumPy reference, and what stopped others.
 
@@ -265,12 +263,8 @@ def compare_runtimes(model: ModelProto, standard: ModelProto, inputs: Mapping[st
     """
     tensors = run_reference(model, inputs, every_tensor=True)
     names = [info.name for info in model.graph.output]
-    for name, values in zip(names, _session(standard).run(names, dict(inputs)), strict=True):
-        if not np.array_equal(values, tensors[name]):
-            raise IntegerError(
-                f"the portable and the standard form disagree on the output {name!r}; this is a defect of qsdk, and "
-                "the model was not written"
-            )
+    written = dict(zip(names, _session(standard).run(names, dict(inputs)), strict=True))
+    _require_equal(written, tensors, "the portable and the standard form")
     model, feeds = _behind_its_inputs(model, tensors)
     pooled = any(node.op_type == "MaxPool" and "auto_pad" in attributes(node) for node in model.graph.node)
     # onnx's evaluator gives such a pool another shape than the standard says
@@ -282,12 +276,8 @@ def compare_runtimes(model: ModelProto, standard: ModelProto, inputs: Mapping[st
         except Exception as error:  # the runtimes' own exception types
             rows.append({"runtime": runtime, "version": version, "equal": None, "reason": f"does not run it: {error}"})
             continue
-        for name, values in zip(names, found, strict=True):
-            if not np.array_equal(values, tensors[name]):
-                raise IntegerError(
-                    f"{runtime} {version}{note} and the integer reference disagree on the output {name!r}; this is a "
-                    "defect of qsdk or of that runtime, and the model was not written"
-                )
+        who = f"{runtime} {version}{note} and the integer reference"
+        _require_equal(dict(zip(names, found, strict=True)), tensors, who, " or of that runtime")
         if not rows or rows[-1]["runtime"] != runtime:
             rows.append({"runtime": runtime, "version": version, "equal": True})
     return rows

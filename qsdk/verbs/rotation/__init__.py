@@ -1,1 +1,0 @@
-"""The verb that rotates the residual stream of a transformer."""

@@ -1,1 +1,0 @@
-"""Metrics of language models over token ids of any tokenizer: perplexity, and how often two models agree."""
