@@ -21,6 +21,7 @@ from onnx_backend.proto.nodes import attributes
 from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtimes.openvino import OpenVinoRunner
+from qsdk.core.comparing.tally import Tally
 from qsdk.core.errors import DataError, IntegerError
 from qsdk.core.graph.op_facts import VIEWS
 from qsdk.core.numerics.dtypes import dtype_named
@@ -85,14 +86,14 @@ def measure(
         _note_accumulators([op for op in operations if isinstance(op, Requantization)], expected)
     if edges != "float":
         return {"max_lsb": None, "differing": None, "reference_equal": reference or None}
-    scales = [_output_scale(integer, name, ours[name].ndim) for name in names]
-    with np.errstate(invalid="ignore"):  # of two equal infinities, which are no distance apart
-        off = [np.where(ours[n] == t, 0, np.abs(ours[n] - t)) for n, t in zip(names, theirs, strict=True)]
-    steps = [np.nan_to_num(o / s, nan=np.inf, posinf=np.inf) for o, s in zip(off, scales, strict=True)]
-    largest = max((float(np.rint(step).max()) for step in steps if step.size), default=0.0)
-    elements = max(sum(step.size for step in steps), 1)
-    differing = sum(int((step > 0.5).sum()) for step in steps) / elements
-    return {"max_lsb": largest, "differing": differing, "reference_equal": reference or None}
+    tally = Tally("output")
+    for name, simulated in zip(names, theirs, strict=True):
+        with np.errstate(invalid="ignore"):  # of two equal infinities, which are no distance apart
+            off = np.where(ours[name] == simulated, 0, np.abs(ours[name] - simulated))
+        steps = np.rint(off / _output_scale(integer, name, off.ndim))
+        tally.add(np.nan_to_num(steps, nan=np.inf, posinf=np.inf))
+    share = tally.differing / max(tally.elements, 1)
+    return {"max_lsb": tally.largest, "differing": share, "reference_equal": reference or None}
 
 
 def _require_equal(got: Mapping[str, Array], wanted: Mapping[str, Array], who: str, or_of: str = "") -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qsdk.core.comparing.place import Array, Pair
+from qsdk.core.comparing.tally import decibels_of
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
 
@@ -145,9 +146,7 @@ class Difference:
 
     def decibels(self) -> float:
         """Return the ratio of both powers in dB; infinite where nothing differs."""
-        if self.noise == 0:
-            return float("-inf") if self.invented else float("inf")
-        return float(10 * np.log10(self.signal / self.noise)) if self.signal else float("-inf")
+        return float("-inf") if self.invented and self.noise == 0 else decibels_of(self.signal, self.noise)
 
 
 @dataclass
@@ -259,9 +258,9 @@ class PairOfPlaces:
         limit = max(EXCESS * expected, _CLIPPED_BETWEEN if self.between else 0.0)
         rest, clipped = (self.own.noise - self.own.clipped) / self.own.signal, self.own.clipped / self.own.signal
         if rest > limit:
-            explained = f"the rounding of its grid and weights explains {_decibels(expected):.3g} dB"
-            return f"{_decibels(rest):.3g} dB, where {explained}"
-        return f"its range clips: {_decibels(clipped):.3g} dB" if clipped > CLIPPING else ""
+            explained = f"the rounding of its grid and weights explains {decibels_of(1.0, expected):.3g} dB"
+            return f"{decibels_of(1.0, rest):.3g} dB, where {explained}"
+        return f"its range clips: {decibels_of(1.0, clipped):.3g} dB" if clipped > CLIPPING else ""
 
     def row(self, reason: str) -> dict[str, Any]:
         """Return the row of the report; the reason is that of `reason`."""
@@ -291,8 +290,3 @@ def _grid(encoding: Encoding | None) -> str:
     scale, zero_point = encoding.scale.reshape(-1), encoding.zero_point.reshape(-1)
     more = "" if scale.size == 1 else f" (the first of {scale.size})"
     return f"{encoding.dtype} of scale {scale[0]:.6g} and zero point {zero_point[0]}{more}"
-
-
-def _decibels(ratio: float) -> float:
-    """Return the SQNR of a noise of this power, relative to the signal's."""
-    return float(-10 * np.log10(ratio)) if ratio > 0 else float("inf")

@@ -124,6 +124,13 @@ def last_place(values: Array, float_type: str) -> Array:
     return np.asarray(np.ldexp(1.0, exponent - _MANTISSA[float_type]))
 
 
+def decibels_of(signal: float, noise: float) -> float:
+    """Return the ratio of two powers in dB; infinite where nothing differs."""
+    if noise == 0:
+        return float("inf")
+    return float(10 * np.log10(signal / noise)) if signal else float("-inf")
+
+
 class Noise:
     """The power of a signal and of the difference from it, and the largest single difference."""
 
@@ -144,10 +151,8 @@ class Noise:
         self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(values)))
 
     def decibels(self) -> float:
-        """Return the ratio of both powers in dB; infinite where nothing differs."""
-        if self.difference == 0:
-            return float("inf")
-        return float(10 * np.log10(self.signal / self.difference)) if self.signal else float("-inf")
+        """Return the ratio of both powers in dB."""
+        return decibels_of(self.signal, self.difference)
 
 
 class OutputNoises:
