@@ -26,13 +26,8 @@ def rank() -> int:
 
 def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
     """Replace each tensor, in place, by its sum over the ranks; all ranks give tensors of the same shapes and order."""
-    if world_size() == 1:
-        return
     for tensor in tensors:
-        whole = tensor.contiguous()
-        torch.distributed.all_reduce(whole)
-        if whole is not tensor:
-            tensor.copy_(whole)
+        reduce_sum(tensor, range(world_size()))
 
 
 def reduce_sum(tensor: Tensor, owners: Sequence[int]) -> None:

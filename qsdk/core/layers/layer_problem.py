@@ -295,13 +295,6 @@ class LayerProblem:
             raise ModelError(f"{self.site}: the second moments of its inputs were not gathered")
         return self._outputs(d) @ self.x_quantized
 
-    def quadratic(self, d: Any) -> Any:
-        """Return `||d X~||^2` per output, [groups, out_per_group], for a deviation of the weight."""
-        if self.x_quantized is None:
-            return (self.product(d) * d).sum(-1)
-        outputs = self._outputs(d)
-        return (outputs * outputs).sum(-1)
-
     def _outputs(self, d: Any) -> Any:
         """Return `d X~`, [groups, out_per_group, rows], where rows are kept in place of second moments."""
         rows: Any = self.x_quantized
@@ -315,7 +308,8 @@ class LayerProblem:
             return (outputs * outputs).sum(-1)
         if self.x_quantized is None:
             return ((self.product(d) + 2 * self.linear) * d).sum(-1) + self.drifts
-        return self.quadratic(d) + 2 * (d * self.linear).sum(-1) + self.drifts
+        outputs = self._outputs(d)
+        return (outputs * outputs).sum(-1) + 2 * (d * self.linear).sum(-1) + self.drifts
 
     def relative_error(self, quantized: Any) -> float:
         """Return `||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where its outputs are all 0."""

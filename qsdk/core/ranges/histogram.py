@@ -123,9 +123,8 @@ def histogram_of(values: FloatArray, *, bins: int = BINS) -> Histogram:
     """
     if values.size == 0:
         raise CalibrationError("there is no histogram of an empty tensor; give data with at least one element")
-    low, high = values.min(axis=1), values.max(axis=1)
-    exponent, first = _fit(low, high, bins)
-    return Histogram(exponent, first, _count(values, exponent, first, high, bins), low, high)
+    ends = Range(values.min(axis=1), values.max(axis=1))
+    return histogram_of_samples(list(values), [1] * len(values), ends, bins=bins)
 
 
 def histogram_of_samples(
@@ -177,32 +176,6 @@ def _add_samples(
         if step != 1:
             counts[lowest[i]] += 1
             counts[last] += 1
-
-
-def _count(
-    values: FloatArray,
-    exponent: npt.NDArray[np.int64],
-    first: npt.NDArray[np.int64],
-    high: FloatArray,
-    bins: int,
-) -> npt.NDArray[np.float64]:
-    """Return the number of values [G, n] in each bin, [G, bins]."""
-    groups, length = values.shape
-    shrink = np.exp2(-exponent).astype(np.float32)[:, None]  # a power of two, so that the products are exact
-    last = _last(high, exponent)[:, None].astype(np.float32)
-    rows = np.arange(groups)[:, None] * bins
-    counted = np.zeros(groups * bins)
-    columns = max(_CHUNK // groups, 1)
-    for start in range(0, length, columns):
-        index = values[:, start : start + columns] * shrink
-        np.floor(index, out=index)
-        np.minimum(index, last, out=index)
-        index -= first[:, None].astype(np.float32)
-        places = index.astype(np.intp)
-        if groups > 1:
-            places += rows
-        counted += np.bincount(places.ravel(), minlength=groups * bins)
-    return counted.reshape(groups, bins)
 
 
 def _last(high: FloatArray, exponent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -196,15 +196,20 @@ def with_left_float(report: Report, kept_float: Mapping[str, str]) -> Report:
 
 def with_erased(report: Report, plan: Plan, remarks: Mapping[str, str]) -> Report:
     """Return a report of calibration with a note at each site whose grid erases a part of it."""
-    specs = {site: plan.decisions[site].spec for site in remarks if all(row["site"] != site for row in report.rows)}
-    rows = [{**row, "note": remarks[row["site"]]} if row["site"] in remarks else row for row in report.rows]
-    rows += [{"site": site, "dtype": str(spec and spec.dtype), "note": remarks[site]} for site, spec in specs.items()]
-    return Report(report.title, rows, {**report.summary, **({"erased_parts": len(remarks)} if remarks else {})})
+    if not remarks:
+        return report
+    specs = {site: plan.decisions[site].spec for site in remarks}
+    return _noted(report, remarks, {site: str(spec and spec.dtype) for site, spec in specs.items()}, "erased_parts")
 
 
 def with_notes(report: Report, remarks: Mapping[str, str]) -> Report:
     """Return a report of calibration or export with the remarks as `note`, in the site's row or in a new one."""
+    return _noted(report, remarks, dict.fromkeys(remarks, "int32"), "bias_notes")
+
+
+def _noted(report: Report, remarks: Mapping[str, str], dtypes: Mapping[str, str], counted: str) -> Report:
     known = {row["site"] for row in report.rows}
     rows = [{**row, "note": remarks[row["site"]]} if row["site"] in remarks else row for row in report.rows]
-    rows += [{"site": site, "dtype": "int32", "note": remark} for site, remark in remarks.items() if site not in known]
-    return Report(report.title, rows, {**report.summary, "bias_notes": len(remarks)})
+    new = [site for site in remarks if site not in known]
+    rows += [{"site": site, "dtype": dtypes[site], "note": remarks[site]} for site in new]
+    return Report(report.title, rows, {**report.summary, counted: len(remarks)})

@@ -8,7 +8,6 @@ from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
 from qsdk.core.planning.from_encodings import granularity_of
@@ -213,17 +212,12 @@ def _casts(plan: Plan, file: StoredEncodings) -> Iterator[LoadResult]:
     for site, dtype in casts_of(plan).items():
         if site in file.encodings:
             yield LoadResult(site, "different", f"{_text(file.encodings[site])} in the file, {dtype} in the plan")
+        elif file.casts is not None and site not in file.casts:
+            yield LoadResult(site, "missing")
         elif file.casts is not None:
-            yield _cast(site, dtype, file.casts.get(site))
-
-
-def _cast(site: str, wanted: DType, given: DType | None) -> LoadResult:
-    if given is None:
-        return LoadResult(site, "missing")
-    same = given == wanted
-    return LoadResult(
-        site, "loaded" if same else "different", "" if same else f"{given} in the file, {wanted} in the plan"
-    )
+            same = file.casts[site] == dtype
+            detail = "" if same else f"{file.casts[site]} in the file, {dtype} in the plan"
+            yield LoadResult(site, "loaded" if same else "different", detail)
 
 
 def where_quantized(name: str, graph: Graph, plan: Plan, gone: Mapping[str, str]) -> str:
