@@ -279,12 +279,11 @@ class Statistics:
         merged.longest = max(one.longest for one in everyone)
         return merged
 
-    def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
-        """Return the range of these sites together, or None if no batch has reached any of them."""
-        return self.ranges_of([(sites, spec)])[0]
-
     def ranges_of(self, wanted: Iterable[tuple[Iterable[str], Spec]]) -> list[Range | None]:
-        """Return what `range_of` does for each of these: many histograms are searched in less time together."""
+        """Return the range of each of these lists of sites together; None where no batch has reached any of them.
+
+        Many histograms are searched in less time together.
+        """
         found: list[Range | None] = []
         alike: dict[tuple[Spec, bool, bool], list[tuple[int, Histogram]]] = {}
         for number, (sites, spec) in enumerate(wanted):

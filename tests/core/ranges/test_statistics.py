@@ -70,5 +70,5 @@ def test_ranges_of_many_sites_are_those_of_each_alone(method: str, spec: Spec):
     together = found.ranges_of(wanted)
     assert together[-1] is None
     for (sites, _), range_ in zip(wanted[:-1], together[:-1], strict=True):
-        alone = found.range_of(sites, spec)
+        alone = found.ranges_of([(sites, spec)])[0]
         assert (alone.low, alone.high) == (range_.low, range_.high), sites

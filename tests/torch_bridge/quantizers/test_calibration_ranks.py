@@ -44,7 +44,7 @@ def test_merged_statistics_are_those_of_all_the_data(method: str):
     for parts in (([0, 1], [2, 3]), ([3], [0, 2], [1])):
         first, *others = (statistics(method, [arrays[i] for i in part]) for part in parts)
         merged = first.merge(*others)
-        one, many = whole.range_of(["site"], SPEC), merged.range_of(["site"], SPEC)
+        one, many = (found.ranges_of([(["site"], SPEC)])[0] for found in (whole, merged))
         assert (one.low, one.high) == (many.low, many.high)
         if method != "min_max":
             assert np.array_equal(whole.histograms["site"].counts, merged.histograms["site"].counts)
