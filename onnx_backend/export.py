@@ -91,10 +91,6 @@ def write_model(
         integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
         check: see `write_file`.
         prefer: see `qsdk.export`.
-
-    Raises:
-        ConfigError: an opset, dialect or cache that cannot be written.
-        ExportError: the folder cannot be written, or the lowered model is invalid.
     """
     _require_choices(path, opset, prefer)
     runtime = runtime_named(dialect)
@@ -136,11 +132,7 @@ def _facts_of(forms: Sequence[Mapping[str, Any]], parts: Mapping[Path, Shapes] |
 
 
 def _parts(path: str | os.PathLike[str], shapes: Shapes | Mapping[str, Shapes] | None) -> dict[Path, Shapes] | None:
-    """Return the files that `shapes` asks for, `decoder.prefill.onnx` and so on, with their sizes; None for one file.
-
-    Raises:
-        ConfigError: sizes and names of files are mixed, or a name cannot be part of a file's.
-    """
+    """Return the files that `shapes` asks for, such as `decoder.prefill.onnx`, with their sizes; None for one file."""
     named = {name: sizes for name, sizes in (shapes or {}).items() if isinstance(sizes, Mapping)}
     if not named:
         return None
@@ -161,15 +153,7 @@ def _form(
     integer_edges: Collection[str] | None,
     parts: Mapping[Path, Shapes] | None,
 ) -> dict[str, Any]:
-    """Give a lowered model the sizes and the edges that are wanted, in place, and return facts for the report.
-
-    Args:
-        model: lowered.
-        shapes: see `write_model`.
-        runtime: that it is for.
-        integer_edges: see `write_model`.
-        parts: of several files that are written; None for one. Several have no open axis.
-    """
+    """Give a lowered model the sizes and the edges that are wanted, in place, and return facts for the report."""
     sizes = _fix_sizes(model, shapes, runtime, required=parts is not None or runtime.fixed_sizes)
     runtime.with_sizes(model)
     narrow_regions(model, {"float16", *runtime.pair_types})
@@ -187,13 +171,7 @@ def _types_of(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _size_facts(lowered: ModelProto, written: Sequence[Path], encodings: Mapping[str, Encoding]) -> dict[str, Any]:
-    """Return the bytes of the file, what they would be with weights in float32, and what takes them for nothing.
-
-    Args:
-        lowered: the model that was written, with stubs for its large tensors.
-        written: the model file and its data file.
-        encodings: of the quantized sites.
-    """
+    """Return the bytes of the file, what they would be with weights in float32, and what takes them for nothing."""
     lowered = with_pairs(lowered)
     size = sizes(lowered, sum(path.stat().st_size for path in written))
     remarks = [*wide_containers(encodings), *_what_dominates(size)]
@@ -251,17 +229,8 @@ def _fix_sizes(
 ) -> dict[str, list[int | None]]:
     """Fix the open axes of a lowered model's inputs, in place, and compute all that follows from their sizes.
 
-    Args:
-        model: lowered.
-        shapes: see `write_model`; None for those of the example where fixed ones are required.
-        runtime: that it is for.
-        required: no axis may stay open.
-
-    Returns:
-        The sizes of the inputs that were open; nothing where all stay as they are.
-
-    Raises:
-        ConfigError: an unknown input or sizes that contradict the model; or an axis stays open that must not.
+    Without `shapes`, the sizes of the example count where fixed ones are `required`. The sizes of the inputs that were
+    open are returned.
     """
     wanted: Mapping[str, Sequence[int | None]] = noted_example(model) if required and shapes is None else {}
     if shapes is not None:
@@ -312,11 +281,7 @@ def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> Mapping
 
 
 def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
-    """Refuse a model whose encodings file beside it is another one's; a missing file is no error.
-
-    Raises:
-        FileFormatError: the hashes differ, or it is no ordinary file.
-    """
+    """Refuse a model whose encodings file beside it is another one's; a missing file is no error."""
     recorded = metadata(model).get(HASH_KEY)
     companion = Path(path).with_name(metadata(model).get(FILE_KEY) or encodings_path(path).name)
     if recorded is None or not companion.exists():
@@ -333,11 +298,7 @@ def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
 
 
 def without_uncalibrated(plan: Plan, ready: Mapping[str, bool], uncalibrated: Literal["error", "float"]) -> Plan:
-    """Leave sites without an encoding float, or refuse.
-
-    Raises:
-        CalibrationError: lists the sites, with `uncalibrated="error"`.
-    """
+    """Leave sites without an encoding float, or refuse."""
     if uncalibrated not in ("error", "float"):
         raise ConfigError(f'uncalibrated={uncalibrated!r} is unknown; choose "error" or "float"')
     missing = [site for site, is_ready in ready.items() if not is_ready]

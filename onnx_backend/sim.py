@@ -74,21 +74,13 @@ class WeightEdits:
         return snapshot
 
     def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Replace stored float tensors, by name, by other values of the same shape, rounded to their type.
-
-        Raises:
-            ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
-        """
+        """Replace stored float tensors, by name, by other values of the same shape, rounded to their type."""
         stored = initializers(self._model.graph)
         written = {name: _tensor(name, value, stored.get(name)) for name, value in values.items()}
         self._replace(stored, written)
 
     def put_back(self, snapshot: WeightSnapshot) -> None:
-        """Restore the stored tensors of a snapshot.
-
-        Raises:
-            ModelError: the snapshot is of another model.
-        """
+        """Restore the stored tensors of a snapshot."""
         if snapshot not in self._snapshots:
             raise ModelError(
                 "the snapshot holds the weights of another sim; restore it in the sim that it was taken of"

@@ -56,17 +56,8 @@ def sim_with_encodings(
     """Open a float model, and quantize exactly the tensors that encodings are given for.
 
     A BatchNorm or an added constant beside a layer is folded, as it was when the encodings were found, unless they
-    speak of the tensor that it reads.
-
-    Args:
-        source: the float model; it is not changed.
-        place: matches the given encodings to the tensors of a graph.
-        where: where these come from, for messages.
-        strict: refuse encodings that no tensor takes.
-
-    Raises:
-        FileFormatError: entries that do not fit; the model cannot be read.
-        ModelError: the model is quantized already, or cannot be raised.
+    speak of the tensor that it reads. `place` matches the given encodings to the tensors of a graph; `strict` refuses
+    those that no tensor takes.
     """
     model, graph, notes = open_unplanned(load(source), "the model", QuantConfig(), fold_batch_norm=False)
     placed = place(graph)
@@ -112,17 +103,8 @@ def open_with_config(
 ) -> OnnxSim:
     """Open a float ONNX model, or one that holds Q/DQ already, for a config.
 
-    Args:
-        model: as loaded from the source; it is changed.
-        source: the path of the file, which may have an encodings file beside it, or a model.
-        config: the user's config; in a Q/DQ model it applies to the tensors that are float in it.
-        example: see `open_float`.
-        fold_batch_norm: see `open_float`; in a Q/DQ model none is folded.
-
-    Raises:
-        FileFormatError: the file cannot be read, or is invalid.
-        ModelError: the model cannot be quantized as it is.
-        ConfigError: a rule matches nothing.
+    In a Q/DQ model the config applies to the tensors that are float in it, and no BatchNorm is folded. The model, as
+    loaded from the source, is changed.
     """
     try:
         opened = open_loaded(model, source_name(source), config, example, fold_batch_norm=fold_batch_norm)
@@ -137,11 +119,7 @@ def open_with_config(
 def open_as_written(source: ModelProto) -> OnnxSim:
     """Open a Q/DQ model with its own encodings: it simulates as the file does, and in float with what tools remove.
 
-    Args:
-        source: a valid Q/DQ model; it is not changed, and the sim may keep it.
-
-    Raises:
-        FileFormatError: an encoding cannot be read.
+    The source is valid and is not changed; the sim may keep it.
     """
     normal, opened, remarks = _opened(source)
     sim = OnnxSim.from_qdq(normal, opened)
@@ -152,15 +130,7 @@ def open_as_written(source: ModelProto) -> OnnxSim:
 def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -> OnnxSim:
     """Open a Q/DQ model as if it were float, and adopt its encodings, frozen, wherever it has them.
 
-    Args:
-        source: a valid Q/DQ model; it is not changed.
-        config: the user's config for the tensors that are float in the file.
-        example: see `open_float`.
-
-    Raises:
-        FileFormatError: an encoding cannot be read.
-        ModelError: one tensor has two encodings, or an encoding belongs to no tensor of the float model.
-        ConfigError: a rule matches nothing.
+    The config is for the tensors that are float in the file.
     """
     normal, opened, lost = _opened(source)
     found = with_flags(normal, opened.encodings)
@@ -207,11 +177,7 @@ class _FloatTensor:
 
 
 def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _FloatTensor]]:
-    """Return the float model behind an opened one, and site -> its tensor.
-
-    Raises:
-        ModelError: a tensor has two encodings.
-    """
+    """Return the float model behind an opened one, and site -> its tensor."""
     plain, _ = insert(opened.model, Plan({}), {}, dialect="onnx")
     without_origin(plain)
     stored = initializers(plain.graph)

@@ -70,10 +70,7 @@ def statistics_graph(
 ) -> tuple[ModelProto, list[SiteStatistics]]:
     """Return the float model with the statistics of the wanted sites as its only outputs.
 
-    Args:
-        marked: the float model with marks; it is not changed.
-        wanted: by site.
-        sampled: True to add samples for histograms.
+    With `sampled`, samples for histograms are among them. The model itself is not changed.
     """
     model = copied(marked)
     builder = _StatisticsGraphBuilder(model, sampled=sampled)

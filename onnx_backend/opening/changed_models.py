@@ -80,11 +80,8 @@ def rotated_model(marked: ModelProto, factors: Mapping[str, Factors]) -> Rotated
     """Return an unmarked copy of a model with rotations in front of the layers that read these weights.
 
     A rotation of one factor is a MatMul; of two, [b, b] and [a, a], the input is viewed as [..., a, b], multiplied by
-    the first, transposed and multiplied by the second.
-
-    Args:
-        marked: the model.
-        factors: name of a weight -> those of the rotation; one MatMul or Gemm alone reads the weight.
+    the first, transposed and multiplied by the second. `factors` are by the name of a weight, which one MatMul or Gemm
+    alone reads.
     """
     result = RotatedModel(without_marks(marked))
     graph, index = read_graph(result.model), GraphIndex(result.model.graph)

@@ -36,12 +36,7 @@ _CODES = {name: code for name, code in ((dtype_name(code), code) for code in ran
 
 
 def decisions_in_bodies(model: ModelProto, types: Types) -> tuple[Decision, ...]:
-    """Return a decision for every float tensor in a body: it stays float, and in which op.
-
-    Args:
-        model: sorted.
-        types: of the tensors outside the bodies.
-    """
+    """Return a decision for every float tensor in a body: it stays float, and in which op."""
     return tuple(_inside(model, model.graph.node, types, ""))
 
 
@@ -111,14 +106,8 @@ def _types_inside(model: ModelProto, graph: GraphProto, types: Types) -> Types:
 def with_fixed_inputs(model: ModelProto, values: Mapping[str, Any]) -> ModelProto:
     """Store values in place of inputs, in the given model; return it.
 
-    An If whose condition follows from such a value is later replaced by the branch that is taken.
-
-    Args:
-        model: float.
-        values: by the name of an input; a number, a list or an array that its declared dtype and shape take.
-
-    Raises:
-        ConfigError: there is no such input, no other one would be left, or a value that does not fit; names the input.
+    An If whose condition follows from such a value is later replaced by the branch that is taken. A value is a number,
+    a list or an array that the input's declared dtype and shape take.
     """
     declared = {value.name: value for value in model.graph.input if value.name in set(input_names(model.graph))}
     for name, value in values.items():
@@ -216,11 +205,6 @@ def open_float(
         config: the dtypes and granularities wanted, by rule.
         example: inputs on which a raised model is compared with the original; None for random ones.
         fold_batch_norm: fold every BatchNormalization next to a linear layer that no rule names.
-
-    Raises:
-        FileFormatError: the file cannot be read, or the runtime refuses it.
-        ModelError: the model is quantized already, or cannot be raised.
-        ConfigError: a rule matches nothing.
     """
     return open_loaded(load(source), source_name(source), config, example, fold_batch_norm=fold_batch_norm)
 
@@ -228,15 +212,7 @@ def open_float(
 def open_loaded(
     model: ModelProto, where: str, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
 ) -> OpenedFloat:
-    """Open a model, as `open_float` does, that was loaded for this: it is changed, unless it is quantized already.
-
-    Args:
-        model: as loaded.
-        where: its name in messages.
-        config: see `open_float`.
-        example: see `open_float`.
-        fold_batch_norm: see `open_float`.
-    """
+    """Open a model, as `open_float` does, that was loaded for this: it is changed, unless it is quantized already."""
     model, graph, notes = open_unplanned(model, where, config, example, fold_batch_norm=fold_batch_norm)
     plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
     require_written(plan.decisions.values())
@@ -319,11 +295,7 @@ def _require_float(model: ModelProto) -> None:
 
 
 def _require_whole(model: ModelProto) -> None:
-    """Refuse a stored tensor with fewer values than its shape needs.
-
-    Raises:
-        FileFormatError: names the tensor.
-    """
+    """Refuse a stored tensor with fewer values than its shape needs."""
     for tensor in model.graph.initializer:
         if any(dim < 0 for dim in tensor.dims):
             raise FileFormatError(f"the stored tensor {tensor.name!r} has a negative size; the file is damaged")
@@ -341,11 +313,7 @@ def _require_whole(model: ModelProto) -> None:
 
 
 def _require_loadable(model: ModelProto, where: str) -> None:
-    """Refuse a model that the runtime refuses, without loading its large weights.
-
-    Raises:
-        FileFormatError: with the runtime's message.
-    """
+    """Refuse a model that the runtime refuses, without loading its large weights."""
     try:
         float_session(skeleton(model))
     except Exception as error:  # the runtime's own exception types are private

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.passes.simplify import simplify
@@ -39,28 +39,21 @@ class TracedModel:
 def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
     """Simplify and read a traced module.
 
-    Args:
-        data: the ONNX bytes, with marks.
-        weights: name -> value of the stored tensors that the bytes lack; small ones are put into the model.
-
-    Raises:
-        ModelError: see `read_graph`.
+    `weights` are the stored tensors that the bytes lack; small ones are put into the model.
     """
     model = load(data)
+    large: list[str] = []
     for tensor in model.graph.initializer:
         if tensor.name in weights:
-            _put(tensor, weights[tensor.name])
-    large = [tensor.name for tensor in model.graph.initializer if tensor.name in weights and is_large(tensor.dims)]
+            value = weights[tensor.name]
+            if is_large(value.shape):
+                large.append(tensor.name)
+                tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, value.shape))
+            else:
+                tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
     by_name = LazyArrays(large, weights.__getitem__)
     values: ChainMap[str, Array] = ChainMap({}, by_name)  # type: ignore[arg-type]  # writes go to the first map
     simplified = simplify(model, weights=values)
     store_shapes(simplified)
     note_single_roundings(simplified)
     return TracedModel(simplified, values, read_graph(simplified, weights=values))
-
-
-def _put(tensor: TensorProto, value: Array) -> None:
-    if is_large(value.shape):
-        tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, value.shape))
-    else:
-        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))

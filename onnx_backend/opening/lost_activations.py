@@ -47,13 +47,8 @@ def put_back_activations(opened: UnpackedQdq, ours: Collection[str]) -> tuple[st
     An activation whose zero point is the lowest code gets a Relu, or a Clip where its grid ends at a multiple of 0.1 as
     well (6 for ReLU6). One whose zero point is the highest code gets a Clip that ends at 0. Inputs, and tensors that
     cannot be beyond these bounds, are left alone. No code changes, so the quantized model computes what it did.
-
-    Args:
-        opened: its model is changed.
-        ours: the sites whose pairs `export` wrote.
-
-    Returns:
-        Remarks on what was put back, and on what the file does not say.
+    `ours` are the sites whose pairs `export` wrote. What was put back, and what the file does not say, is returned as
+    remarks.
     """
     bounds, unclear = _bounds(opened, ours)
     remarks = []

@@ -68,11 +68,7 @@ def is_foreign(node: NodeProto) -> bool:
 def rewrite_foreign_pairs(model: ModelProto) -> None:
     """Rewrite foreign pairs in the form of `insert`, in place, under the site names of the float model.
 
-    Args:
-        model: sorted, at opset 21 or above, with stored parameters.
-
-    Raises:
-        FileFormatError: an encoding cannot be read; names the node.
+    The model is sorted, at opset 21 or above, with stored parameters.
     """
     graph, index = model.graph, GraphIndex(model.graph)
     pairs = list(_pairs(index))
@@ -277,13 +273,8 @@ _RUNTIME_KERNELS = (
 def normalize_qdq(model: ModelProto) -> ModelProto:
     """Return a Q/DQ model of any tool as standard Q/DQ at opset 21 or above, with stored parameters.
 
-    Args:
-        model: it is not changed. What it has in a narrow float type by a rule of its config comes in float32, between
-            casts, and a cache of integers as one of floats.
-
-    Raises:
-        FileFormatError: it holds quantization that is no Q/DQ, or Q/DQ that no encoding describes; names the node.
-        ModelError: it cannot be raised.
+    The given model is not changed. What it has in a narrow float type by a rule of its config comes in float32, between
+    casts, and a cache of integers as one of floats.
     """
     model = as_simulated(model)
     _require_pairs(model)
@@ -403,11 +394,7 @@ def _computed(
 
 
 def _require_described(model: ModelProto) -> None:
-    """Refuse Q/DQ that scale, zero point and dtype of a tensor do not fully describe.
-
-    Raises:
-        FileFormatError: names the node.
-    """
+    """Refuse Q/DQ that scale, zero point and dtype of a tensor do not fully describe."""
     stored = initializers(model.graph)
     types = types_of(model) if opset_of(model) >= _FREE_TYPES else {}
     for node in model.graph.node:

@@ -43,12 +43,7 @@ def adopted_plan(graph: Graph, opened: UnpackedQdq) -> Plan:
 
 
 def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
-    """Return a decision for every tensor that a Q/DQ file leaves float, with the reason.
-
-    Args:
-        graph: of the file; its sites are those that the file quantizes.
-        plan: of the file.
-    """
+    """Return a decision for every tensor that a Q/DQ file leaves float, with the reason."""
     plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
     listed = {decision.site for decision in plan.inside}
     for index, tensor in enumerate(graph.tensors):
@@ -77,15 +72,7 @@ def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
 
 
 def merge_provenance(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, Any]:
-    """Return the provenance of an opened file that is exported again; its config and network stay.
-
-    Args:
-        fresh: the provenance of this export.
-        model: marked; its properties hold what its file recorded.
-
-    Raises:
-        FileFormatError: the text in the model cannot be read.
-    """
+    """Return the provenance of an opened file that is exported again; its config and network stay."""
     text = metadata(model).get(ENCODINGS_KEY)
     recorded = {} if text is None else loads(text, "the encodings in the model").provenance
     kept = {

@@ -62,20 +62,13 @@ def read_graph(
 ) -> Graph:
     """Read a model: its marks become sites, or, if it has none, every float tensor gets one of its own.
 
-    A mark is an identity: its input and its output are one tensor. Tensor ids ascend over constants, graph
-    inputs and op outputs in order.
+    A mark is an identity: its input and its output are one tensor. Tensor ids ascend over constants, graph inputs and
+    op outputs in order.
 
     Tensors that the body of an If, Loop or Scan reads from outside count as inputs of that op, after its own.
 
-    Args:
-        model: it is not changed.
-        types: of its tensors, where they are known already.
-        weights: the values of those stored tensors that the model has only stubs of.
-        modules: note the modules of PyTorch that the file says its ops were exported from.
-
-    Raises:
-        ModelError: its types contradict each other, a node reads what nothing before it makes, one site marks two
-            tensors, or a site lies inside a body.
+    `weights` are the values of stored tensors that the model has only stubs of; `modules` notes the modules of PyTorch
+    that the file says its ops were exported from.
     """
     model = inline_functions(model)
     _refuse_marked_bodies(model)

@@ -21,11 +21,7 @@ UNMARKED = "/unmarked"  # suffix that `marks.mark` adds to the name of a tensor 
 
 
 def stored_encodings(model: ModelProto) -> StoredEncodings:
-    """Read the encodings of a Q/DQ model from its nodes, frozen where the embedded text says so.
-
-    Raises:
-        FileFormatError: a node or the embedded text cannot be read.
-    """
+    """Read the encodings of a Q/DQ model from its nodes, frozen where the embedded text says so."""
     model = as_simulated(model)
     casts = {site: dtype_named(name) for site, name in read_casts(model).items()}
     found = qdq_pairs(model)
@@ -64,11 +60,7 @@ def _embedded(model: ModelProto) -> StoredEncodings | None:
 
 
 def with_flags(model: ModelProto, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Return the encodings of the nodes, frozen where the embedded text has the same one frozen.
-
-    Raises:
-        FileFormatError: the embedded text cannot be read.
-    """
+    """Return the encodings of the nodes, frozen where the embedded text has the same one frozen."""
     text = _embedded(model)  # earlier files list every encoding there
     recorded = {} if text is None else text.encodings
     frozen = frozen_digests(model) | {site: digest(found) for site, found in recorded.items() if found.frozen}

@@ -2,13 +2,14 @@
 
 import heapq
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
-from onnx_backend.proto.nodes import node_label, replace_nodes
+from onnx_backend.proto.nodes import node_label, replace_nodes, retain
 from onnx_backend.proto.subgraphs import bodies, reads
 from qsdk.core.errors import ModelError
 
@@ -19,15 +20,13 @@ _ANY_NUMBER = frozenset({"If", "Loop", "Scan", "SequenceMap", "Split"})
 def canonicalize(model: ModelProto) -> None:
     """Sort nodes, make node names unique, name results, and remove stored tensors from the inputs, in place.
 
-    Raises:
-        ModelError: a tensor is made twice or never, or the graph has a circle; names the node.
+    A tensor that is made twice or never, and a circle, are refused by node.
     """
     graph = model.graph
     densify(graph)
     _require_single_definitions(graph)
     stored = {tensor.name for tensor in graph.initializer}
-    for index in reversed([i for i, value in enumerate(graph.input) if value.name in stored]):
-        del graph.input[index]  # before IR 4 every stored tensor was listed as an input
+    retain(graph.input, lambda value: value.name not in stored)  # before IR 4 every stored tensor was listed there
     known = stored | {value.name for value in graph.input}
     _sort(graph, known)
     known |= {name for node in graph.node for name in node.output}
@@ -92,26 +91,21 @@ def _sort(graph: GraphProto, known: set[str]) -> None:
 
 
 def _order(needs: list[set[int]], nodes: list[NodeProto]) -> Iterator[int]:
-    readers: list[list[int]] = [[] for _ in needs]
-    for index, need in enumerate(needs):
-        for other in need:
-            readers[other].append(index)
-    left = [len(need) for need in needs]
-    ready = [index for index, count in enumerate(left) if count == 0]
-    done = 0
+    """Yield the places of nodes, each behind those that it needs, and else as they were."""
+    sorter = TopologicalSorter(dict(enumerate(needs)))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        stuck = node_label(nodes[min(error.args[1])])
+        raise ModelError(f"the node {stuck!r} is in a circle: it reads what follows from its own output") from error
+    ready = [*sorter.get_ready()]
+    heapq.heapify(ready)
     while ready:
-        index = heapq.heappop(ready)
-        done += 1
-        yield index
-        for reader in readers[index]:
-            left[reader] -= 1
-            if left[reader] == 0:
-                heapq.heappush(ready, reader)
-    if done < len(needs):
-        stuck = next(index for index, count in enumerate(left) if count)
-        raise ModelError(
-            f"the node {node_label(nodes[stuck])!r} is in a circle: it reads what follows from its own output"
-        )
+        place = heapq.heappop(ready)
+        yield place
+        sorter.done(place)
+        for freed in sorter.get_ready():
+            heapq.heappush(ready, freed)
 
 
 def _name_once(graph: GraphProto) -> None:

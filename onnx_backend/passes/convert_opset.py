@@ -22,24 +22,19 @@ from onnx_backend.proto.nodes import (
     replace_nodes,
     set_attributes,
 )
-from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of, require_loadable_opset, stamp
+from onnx_backend.proto.opsets import OPSET, converted_skeleton, opset_of, require_loadable_opset, stamp
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
-from onnx_backend.proto.weightless import refill, skeleton
+from onnx_backend.proto.weightless import refill
 from onnx_backend.runtime.compare_runs import compare_runs, fits_one_message
 from qsdk.core.errors import ModelError
 
-_IR = 8
 _RANKS = 16  # no tensor has more dimensions
 _FAILURES = (onnx.version_converter.ConvertError, onnx.shape_inference.InferenceError)
 Fix = Callable[[NodeProto, set[str]], list[NodeProto]]
 
 
 def require_known_opset(model: ModelProto) -> None:
-    """Refuse a model that is newer than the runtime, or that states no opset.
-
-    Raises:
-        ModelError: names the opset.
-    """
+    """Refuse a model that is newer than the runtime, or that states no opset."""
     current = opset_of(model)
     require_loadable_opset(current)
     if current < 1:
@@ -53,12 +48,8 @@ def require_known_opset(model: ModelProto) -> None:
 def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[ModelProto, tuple[str, ...]]:
     """Return the model at opset 21 or above, changed in place, with remarks on how that was verified.
 
-    Args:
-        model: sorted, with unique node names and without functions.
-        feeds: the inputs of both runs, by name; None for random values of the declared types and shapes.
-
-    Raises:
-        ModelError: the converter fails (names the node), or the result differs from the original.
+    The model is sorted, with unique node names and without functions; `feeds` are the inputs of the runs that compare
+    both forms, None for random ones.
     """
     current = opset_of(model)
     if current >= OPSET:
@@ -70,16 +61,13 @@ def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[
     fixes = _fixes(current)
     if fixes:
         _rewrite(model.graph, fixes, names_in(model.graph))
-    light = skeleton(model)
-    light.ir_version = _IR  # in older ones the converter wants every stored tensor among the inputs
     try:
-        light = onnx.version_converter.convert_version(light, OPSET)
+        light = converted_skeleton(model, OPSET)
     except (*_FAILURES, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
         raise ModelError(_conversion_error(model, current, str(error))) from error
     names = [value.name for value in model.graph.output]
     if [value.name for value in light.graph.output] != names:
         raise ModelError(f"raising the model from opset {current} renamed its outputs; export it at opset {OPSET}")
-    carry_metadata(model, light)
     model = refill(light, model)
     if current < 11:
         _make_resizes_asymmetric(model.graph)

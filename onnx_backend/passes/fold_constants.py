@@ -69,12 +69,8 @@ def fold(
 ) -> dict[str, Array] | None:
     """Return the values of a node all of whose inputs are small constants, or None.
 
-    Args:
-        node: any.
-        small: name -> value of the constants that may be folded.
-        opsets: domain -> version.
-        weights_stay: leave stored float tensors as they are: they are weights, planned as they are stored.
-        limit: the most elements of a result.
+    `weights_stay` leaves stored float tensors as they are: they are weights, planned as they are stored. A result has
+    up to `limit` elements.
     """
     if node.op_type not in _FOLDED or node.domain not in ("", "ai.onnx"):
         return None
@@ -88,11 +84,7 @@ def evaluate(
 ) -> dict[str, Array] | None:
     """Return the values of a deterministic node of any operator, or None.
 
-    Args:
-        node: of the standard domain; None for every other, and where an input is not `known`.
-        known: name -> value.
-        opsets: domain -> version.
-        limit: the most elements of a result.
+    It is None for a node of another domain, and where an input is not known.
     """
     names = [name for name in node.input if name]
     if not names or any(name not in known for name in names):

@@ -33,12 +33,7 @@ def has_integer_cache(model: ModelProto) -> bool:
 def take_integer_cache(model: ModelProto, edges: Collection[str]) -> None:
     """Make a lowered model take and give the codes of its cache, in place.
 
-    Args:
-        model: with Q/DQ.
-        edges: the names of the inputs and outputs that hold keys and values.
-
-    Raises:
-        ConfigError: there are none, or one has no codes of 8 or 16 bits; names it.
+    `edges` are the names of the inputs and outputs that hold keys and values.
     """
     if not edges:
         raise ConfigError(
@@ -72,8 +67,7 @@ def take_integer_cache(model: ModelProto, edges: Collection[str]) -> None:
 def with_float_cache(model: ModelProto) -> ModelProto:
     """Return a file as it would be with a cache of floats: the inverse of `take_integer_cache`.
 
-    Args:
-        model: any; it is not changed. The property that says that it has integers stays.
+    The property that says that it has integers stays.
     """
     if not has_integer_cache(model):
         return model
@@ -147,11 +141,7 @@ def _not_quantized(kind: str, name: str) -> ConfigError:
 
 
 def _set_type(info: ValueInfoProto, code: int) -> None:
-    """Make an input or output one of these codes.
-
-    Raises:
-        ConfigError: Python has no such codes.
-    """
+    """Make an input or output one of these codes."""
     if code not in _CODES:
         kind = TensorProto.DataType.Name(code).lower()
         raise ConfigError(

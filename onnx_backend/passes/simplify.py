@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnx_backend.passes.fold_constants import LARGEST, fold, fold_rearranged, is_full_slice, is_view
 from onnx_backend.proto.external_data import FLOATS, array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, nodes_reaching, unique
+from onnx_backend.proto.graph_queries import GraphIndex, consumers, initializers, nodes_reaching, unique
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
     attributes,
@@ -39,11 +39,7 @@ def inline_decided_branches(
 ) -> None:
     """Inline decided Ifs in the bodies of a node, in place: onnxruntime 1.31 crashes on one in another's branch.
 
-    Args:
-        node: an If, Loop or Scan.
-        small: name -> value of the constants that are known outside.
-        opsets: domain -> version.
-        taken: every name of the model; new ones are added.
+    `small` are the constants that are known outside; new names are added to `taken`.
     """
     for _, graph in bodies(node):
         known = {**small, **_small(graph.initializer)}
@@ -68,10 +64,7 @@ def inline_decided_branches(
 def chosen_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[list[NodeProto], list[TensorProto]]:
     """Return the nodes and stored tensors of the chosen branch, its outputs under the names of the If's.
 
-    Args:
-        node: an If.
-        condition: which branch.
-        taken: every name of the model; inner names are changed where they are taken, and added.
+    Inner names are changed where they are `taken`, and added there.
     """
     wanted = "then_branch" if condition else "else_branch"
     branch = GraphProto()
@@ -116,15 +109,9 @@ _CODES = {dtype_name(code): code for code in TensorProto.DataType.values() if co
 def simplify(
     model: ModelProto, types: Types | None = None, *, weights: MutableMapping[str, npt.NDArray[Any]] | None = None
 ) -> ModelProto:
-    """Simplify a traced model, or a user's own.
+    """Return a traced model with marks simplified, as a copy; or, with `types` of its tensors, a user's own, in place.
 
-    Args:
-        model: traced with marks; or unmarked, which is changed in place.
-        types: the known types of an unmarked model's tensors; None for a traced model, which declares them.
-        weights: the values of stored tensors that a traced model has only stubs of; updated with what they become.
-
-    Returns:
-        A copy of a traced model, or the unmarked model itself.
+    `weights` are the values of stored tensors that a traced model has only stubs of; what they become is added to it.
     """
     if types is None:
         result = ModelProto()
@@ -173,42 +160,34 @@ def _without_last_identities(nodes: list[NodeProto], simplifier: "_Simplifier") 
     return kept
 
 
-class _Simplifier:
+class _Simplifier(GraphIndex):
     """The state of a simplification while nodes are visited in order."""
 
     def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, npt.NDArray[Any]]) -> None:
-        self.graph, self.own, self.weights = model.graph, types is not None, weights
+        super().__init__(model.graph)
+        self.own, self.weights = types is not None, weights
         self.types = dict(declared_types(model.graph) if types is None else types)
-        self.stored = initializers(model.graph)
         self.small = {name: array(tensor) for name, tensor in self.stored.items() if _is_small(tensor.dims)}
-        self.outputs = {info.name for info in model.graph.output}
         self.computed_sites = {node.input[0] for node in model.graph.node if is_mark(node) and _marks_output(node)}
         self.opsets = {entry.domain: entry.version for entry in model.opset_import}
         self.bypassed: dict[str, str] = {}
         self.kept: list[NodeProto] = []
-        self.taken: set[str] | None = None
 
     def decided(self, node: NodeProto) -> list[NodeProto] | None:
         """Return the nodes of the branch that an If with a constant condition chooses, else None."""
         if node.op_type != "If" or not node.input or node.input[0] not in self.small:
             return None
-        nodes, stored = chosen_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
+        nodes, stored = chosen_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self.taken)
         # the Constants of a branch may decide the Ifs inside it
         for tensor in (*stored, *(constant_tensor(inner) for inner in nodes if is_constant(inner))):
             self._store(tensor)
         return [inner for inner in nodes if not is_constant(inner)]
 
-    def _taken(self) -> set[str]:
-        """Return every name of the model."""
-        if self.taken is None:
-            self.taken = names_in(self.graph)
-        return self.taken
-
     def visit(self, node: NodeProto) -> None:
         """Fold a node, drop it, or keep it."""
         if is_mark(node) or has_bodies(node):
             if not is_mark(node):
-                inline_decided_branches(node, self.small, self.opsets, self._taken())
+                inline_decided_branches(node, self.small, self.opsets, self.taken)
             self.kept.append(node)
             return
         if node.op_type == "CastLike":

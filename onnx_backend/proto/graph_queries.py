@@ -94,9 +94,7 @@ def unique(name: str, taken: set[str]) -> str:
 def nodes_reaching(nodes: Sequence[NodeProto], outputs: Collection[str]) -> list[NodeProto]:
     """Return the nodes whose results reach an output, in their order.
 
-    Args:
-        nodes: sorted.
-        outputs: names of tensors.
+    The nodes are sorted.
     """
     kept, wanted = [], set(outputs)
     for node in reversed(nodes):

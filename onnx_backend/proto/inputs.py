@@ -22,14 +22,8 @@ _LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNorm
 def sizes_by_input(model: ModelProto, shapes: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int | None]]:
     """Return the sizes of inputs that follow from sizes of inputs and of axes: input name -> sizes, None where open.
 
-    Of the numbers of tokens that a decoder with a cache has (past, new, and all of them), two give the third.
-
-    Args:
-        model: any.
-        shapes: input name -> all of its sizes, or the name of an open axis -> its size, in all inputs that have it.
-
-    Raises:
-        ConfigError: a name is of no input or open axis, or the numbers of tokens contradict each other.
+    Of the numbers of tokens that a decoder with a cache has (past, new, and all of them), two give the third. `shapes`
+    has all sizes of an input by its name, or the size of an open axis by its name.
     """
     axes = {name: size for name, size in shapes.items() if isinstance(size, int)}
     if PAST in axes and STEP in axes:
@@ -61,13 +55,7 @@ def sizes_by_input(model: ModelProto, shapes: Mapping[str, int | Sequence[int]])
 def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]], *, least: int = 1) -> ModelProto:
     """Return a copy whose inputs have these sizes; axes that share the name of a dynamic one change with it.
 
-    Args:
-        model: any.
-        shapes: input name -> all of its sizes, None for one that stays open.
-        least: the smallest size.
-
-    Raises:
-        ConfigError: an unknown input, another rank, a size below the least, or one that contradicts a fixed one.
+    `shapes` has all sizes of an input, None for one that stays open; `least` is the smallest size.
     """
     fixed = copied(model)
     infos = {info.name: info for info in fixed.graph.input if info.name in set(input_names(model.graph))}
@@ -101,12 +89,7 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]], *
 
 
 def with_sizes_of(model: ModelProto, values: Mapping[str, npt.NDArray[Any]]) -> ModelProto:
-    """Return a copy whose inputs have the sizes of these values, whatever was declared, and inferred shapes.
-
-    Args:
-        model: its inputs may lack a shape altogether.
-        values: by input name; inputs without one stay as they are.
-    """
+    """Return a copy whose inputs have the sizes of these values, whatever was declared, and inferred shapes."""
     fixed = copied(model)
     for info in fixed.graph.input:
         if info.name in values:
@@ -168,11 +151,7 @@ class ModelInput:
 
 
 def inputs_of(model: ModelProto) -> list[ModelInput]:
-    """Return the inputs that a caller feeds, in graph order.
-
-    Raises:
-        ModelError: an input is no tensor that NumPy can hold.
-    """
+    """Return the inputs that a caller feeds, in graph order."""
     fed, found = set(input_names(model.graph)), []
     for value in model.graph.input:
         if value.name not in fed:

@@ -136,21 +136,13 @@ def narrow(values: LargeTensor, data_type: int) -> LargeTensor:
 
 
 def quantize_tensor(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
-    """Return the codes of stored float values, transposed by `permutation`.
-
-    Raises:
-        ValueError: the encoding does not fit their shape.
-    """
+    """Return the codes of stored float values, transposed by `permutation`."""
     code = int(helper.np_dtype_to_tensor_dtype(storage_type(encoding.dtype)))
     return _on_grid(encoding, values, permutation, code, Encoding.quantize)
 
 
 def on_grid(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
-    """Return the float32 values that the codes of `quantize_tensor` represent.
-
-    Raises:
-        ValueError: the encoding does not fit their shape.
-    """
+    """Return the float32 values that the codes of `quantize_tensor` represent."""
     return _on_grid(encoding, values, permutation, TensorProto.FLOAT, Encoding.fake_quantize)
 
 
@@ -176,11 +168,7 @@ def _on_grid(
 
 
 def require_fit(encoding: Encoding, dims: Sequence[int]) -> None:
-    """Refuse an encoding whose scales do not fit the shape of a tensor.
-
-    Raises:
-        ValueError: they do not fit.
-    """
+    """Refuse an encoding whose scales do not fit the shape of a tensor."""
     if encoding.axis is None:
         return
     if not -len(dims) <= encoding.axis < len(dims):

@@ -28,11 +28,6 @@ def load(
         source: a path may have external data beside it.
         inline: external weights of up to so many bytes are read at once.
         whole: check the hash of the whole data file of an exported model, not only of a sample.
-
-    Raises:
-        ConfigError: the source is none of these, for example a sim.
-        FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, its functions
-            call themselves, or a node omits an input that its op needs.
     """
     if isinstance(source, ModelProto):
         require_sound(source, "the model")
@@ -60,11 +55,7 @@ def source_name(source: str | os.PathLike[str] | bytes | ModelProto) -> str:
 
 
 def path_of(source: Any) -> Path:
-    """Return the path that a user gave for a model.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return the path that a user gave for a model."""
     if isinstance(source, str | os.PathLike):
         return Path(source)
     what = type(source).__name__
@@ -90,11 +81,7 @@ def _decoded(data: bytes, where: str) -> ModelProto:
 
 
 def serialize(model: ModelProto) -> bytes:
-    """Return a model's bytes; weights that lie in files are read into them.
-
-    Raises:
-        ModelError: the model is larger than 2 GiB.
-    """
+    """Return a model's bytes; weights that lie in files are read into them."""
     model = with_weights(model)
     if model.ByteSize() > _TWO_GIB:
         raise ModelError("the model is larger than 2 GiB, which one ONNX file cannot hold; store external data")

@@ -39,11 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def constant_tensor(node: NodeProto) -> TensorProto:
-    """Return the tensor that a Constant node holds, under its output's name.
-
-    Raises:
-        ModelError: the node holds strings or a sparse tensor.
-    """
+    """Return the tensor that a Constant node holds, under its output's name."""
     name = node.output[0]
     for attribute in node.attribute:
         value = helper.get_attribute_value(attribute)

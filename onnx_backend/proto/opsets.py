@@ -3,7 +3,7 @@
 import onnx
 from onnx import ModelProto, helper
 
-from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import copied
 from onnx_backend.proto.weightless import checkable, refill, skeleton
 from qsdk.core.errors import ModelError
 
@@ -28,34 +28,32 @@ def stamp(model: ModelProto, opset: int) -> None:
 
 
 def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
-    """Return the model at opset `least` or above; a conversion by onnx's own converter is checked.
-
-    Raises:
-        ModelError: the model is newer than the runtime, or does not survive the conversion.
-    """
+    """Return the model at opset `least` or above; a conversion by onnx's own converter is checked."""
     current = opset_of(model)
     require_loadable_opset(current)
     if current < least:
         try:
-            light = skeleton(model)
-            light.ir_version = max(light.ir_version, 8)  # before, the converter wants stored tensors among the inputs
-            converted = onnx.version_converter.convert_version(light, least)
+            converted = converted_skeleton(model, least)
             # the converter does not report its failures; the checker finds them
             onnx.checker.check_model(checkable(converted), full_check=True)
         except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise ModelError(f"the model cannot be raised from opset {current} to {least}: {error}") from error
-        carry_metadata(model, converted)
-        model, current = refill(converted, load(model)), least
+        model, current = refill(converted, copied(model)), least
     stamp(model, current)
     return model
 
 
-def require_loadable_opset(opset: int) -> None:
-    """Refuse an opset that is newer than the runtime.
+def converted_skeleton(model: ModelProto, opset: int) -> ModelProto:
+    """Return the skeleton of a model as onnx's own converter raises it; what that raises is passed on."""
+    light = skeleton(model)
+    light.ir_version = max(light.ir_version, 8)  # before, the converter wants stored tensors among the inputs
+    converted = onnx.version_converter.convert_version(light, opset)
+    carry_metadata(model, converted)
+    return converted
 
-    Raises:
-        ModelError: names both.
-    """
+
+def require_loadable_opset(opset: int) -> None:
+    """Refuse an opset that is newer than the runtime."""
     if opset > LARGEST_OPSET:
         raise ModelError(f"the model uses opset {opset}; the runtime knows up to {LARGEST_OPSET}, export it lower")
 

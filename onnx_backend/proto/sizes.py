@@ -46,12 +46,7 @@ def sizes(model: ModelProto, total: int) -> Report:
 
 
 def file_bytes(source: str | os.PathLike[str] | ModelProto, model: ModelProto) -> int:
-    """Return the bytes of a model's file and data files, or for a model in memory, of the file that it makes.
-
-    Args:
-        source: the path, or the model.
-        model: as loaded from the source.
-    """
+    """Return the bytes of a model's file and data files, or for a model in memory, of the file that it makes."""
     held = files_read(model)
     outside = sum(file.stat().st_size for file in held)
     if isinstance(source, ModelProto):

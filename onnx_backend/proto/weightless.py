@@ -46,13 +46,9 @@ def checkable(model: ModelProto) -> ModelProto:
     """Return a skeleton for onnx's checker, which insists on shapes: outputs of unknown shape get an empty one."""
     light = skeleton(model)
     for value in light.graph.output:
-        if _lacks_shape(value):
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
             value.type.tensor_type.shape.SetInParent()
     return light
-
-
-def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
-    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
 
 
 def refill(light: ModelProto, model: ModelProto) -> ModelProto:
@@ -72,13 +68,8 @@ def refill(light: ModelProto, model: ModelProto) -> ModelProto:
 def types_of(model: ModelProto, *, trust_declared: bool = True) -> dict[str, tuple[str, Shape | None]]:
     """Return tensor name -> dtype and shape, where they can be inferred; inside bodies too.
 
-    Args:
-        model: standard ONNX, without marks.
-        trust_declared: take the shapes that the model declares for inner tensors and outputs; else only their dtypes,
-            where inference finds none.
-
-    Raises:
-        ModelError: the types contradict each other.
+    `trust_declared` takes the shapes that the model declares for inner tensors and outputs; else only their dtypes
+    count, where inference finds none.
     """
     found: dict[str, tuple[str, Shape | None]] = {}
     if not trust_declared:
@@ -95,15 +86,7 @@ def known_types(shaped: ModelProto) -> dict[str, int]:
 
 
 def inferred_skeleton(model: ModelProto, *, trust_declared: bool = True) -> ModelProto:
-    """Return the skeleton of a model with the types and shapes that can be inferred; nodes and bodies stay in order.
-
-    Args:
-        model: see `types_of`.
-        trust_declared: see `types_of`.
-
-    Raises:
-        ModelError: the types contradict each other.
-    """
+    """Return the skeleton of a model with the types and shapes that can be inferred; nodes and bodies stay in order."""
     light = skeleton(model, value_info=trust_declared)
     if not trust_declared:
         for value in light.graph.output:

@@ -68,9 +68,6 @@ def write_file(
 
     Returns:
         The paths that were written: the model, its companions, its data file.
-
-    Raises:
-        ExportError: the folder cannot be written, or one file is wanted and cannot hold the model.
     """
     outside = outside_of(model, large)
     size = sum(map(_length, _layout(model, outside)))
@@ -108,9 +105,6 @@ def write_sharing(
 
     Returns:
         The paths that were written: the models, the companions, the data file.
-
-    Raises:
-        ExportError: the folder cannot be written.
     """
     outside: dict[str, LargeTensor] = {}
     for model in models.values():
@@ -191,11 +185,7 @@ def write_data(file: IO[bytes], tensors: Mapping[str, LargeTensor]) -> None:
 
 
 def spool_large_tensors(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> ModelProto:
-    """Write a model's large tensors to `path`, unless they lie in files already; return a copy that refers to them.
-
-    Raises:
-        ExportError: the file cannot be written.
-    """
+    """Write a model's large tensors to `path`, unless they lie in files already; return a copy that refers to them."""
     light, outside = split_large_tensors(model, large)
     try:
         with path.open("wb") as file:

@@ -30,15 +30,7 @@ _ROOM = 2**31 - 2**24  # bytes of weights beside which a graph still fits into o
 def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, object] | None, change: str) -> str:
     """Run both models and return a sentence on how they were compared.
 
-    Args:
-        before: the model as given.
-        after: the changed model.
-        feeds: by input name, or None for random ones.
-        change: the name of the change, for messages.
-
-    Raises:
-        FileFormatError: the runtime refuses the model as given.
-        ModelError: the changed model does not load or run, or an output differs; names it.
+    `feeds` are by input name, None for random ones; `change` says what was done, for messages.
     """
     if any(node.op_type in RANDOM_OPS for node in all_nodes(before.graph.node)):
         return "not compared by running, because the model draws random numbers"

@@ -99,15 +99,8 @@ def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDA
     """Return input name -> array for a batch; an array of another float dtype is cast to that of its input.
 
     Values that a float16 or bfloat16 input cannot hold are rounded, as a Cast in front of the model would. For a
-    bfloat16 input the array is float32.
-
-    Args:
-        batch: an array (the only input), a tuple or list (in order) or a mapping by name.
-        inputs: the session's (objects with `name` and `type`).
-        where: names the batch in messages.
-
-    Raises:
-        DataError: names are missing or unknown, or there are more arrays than inputs.
+    bfloat16 input the array is float32. A batch is an array (the only input), a tuple or list (in order) or a mapping
+    by name; `where` names it in messages.
     """
     names = [value.name for value in inputs]
     if isinstance(batch, Mapping):
@@ -149,11 +142,7 @@ def _array(value: Any) -> npt.NDArray[Any]:
 
 
 def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
-    """Refuse an array of a dtype, rank or size that an input does not take, before the runtime does in its own words.
-
-    Raises:
-        DataError: with the dtype and shape of the input.
-    """
+    """Refuse an array of a dtype, rank or size that an input does not take, before the runtime does."""
     dtype = np.dtype(_TYPES.get(wanted.type, given.dtype))
     sizes = list(getattr(wanted, "shape", None) or given.shape)  # no declared shape, or a scalar
     fits = len(sizes) == given.ndim and all(
@@ -178,12 +167,7 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
 def run_session(
     session: ort.InferenceSession | UserSession, feeds: Mapping[str, npt.NDArray[Any]], where: str
 ) -> list[npt.NDArray[Any]]:
-    """Run a session; return its outputs in order.
-
-    Raises:
-        DataError: the model does not take these arrays.
-        ModelError: it ends the process of the session.
-    """
+    """Run a session; return its outputs in order."""
     try:
         return [np.asarray(value) for value in session.run(None, dict(feeds))]
     except EndedProcessError as error:
@@ -200,14 +184,7 @@ def batches_of(
 ) -> Iterator[tuple[int, Any]]:
     """Number the batches, with a progress bar.
 
-    Args:
-        data: the user's batches.
-        title: shown on the progress bar.
-        progress: show the bar.
-        skip_empty: skip batches without rows, since statistics learn nothing from them.
-
-    Raises:
-        DataError: the data is one batch rather than an iterable of them, or empty, or no batch has rows.
+    `skip_empty` skips batches without rows, from which statistics learn nothing.
     """
     if isinstance(data, np.ndarray | Mapping):
         raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")

@@ -72,12 +72,7 @@ CPU_ONLY = Providers()
 
 
 def chosen_providers(given: ProviderList | None) -> Providers:
-    """Return the providers that a user asks for, each of which is installed and starts.
-
-    Raises:
-        ConfigError: they are not a list of names or (name, options) tuples, one is named twice, is not installed (the
-            message lists those that are), or does not start.
-    """
+    """Return the providers that a user asks for, each of which is installed and starts."""
     if given is None:
         return CPU_ONLY
     found = _parsed(given)
@@ -91,24 +86,15 @@ def chosen_providers(given: ProviderList | None) -> Providers:
 
 
 def read_providers(stored: Any) -> Providers:
-    """Return the providers of a saved sim, installed here or not.
-
-    Raises:
-        ValueError: it is not what `Providers.to_json` returns.
-    """
+    """Return the providers of a saved sim, installed here or not."""
     return Providers(tuple((str(name), {str(k): str(v) for k, v in options.items()}) for name, options in stored))
 
 
 def placement(session: ort.InferenceSession, providers: Providers) -> Report:
     """Return which provider computes each node of a session; nodes are those that remain after its optimizations.
 
-    Args:
-        session: opened with these providers.
-        providers: the user's.
-
-    Returns:
-        Rows `node`, `op_type`, `provider`, first those that fell back; summary `providers` (as asked for), `session`
-        (those that the session has), `nodes`, `fell_back` (nodes that run on another provider than the first).
+    Rows `node`, `op_type`, `provider`, first those that fell back; summary `providers` (as asked for), `session` (those
+    that the session has), `nodes`, `fell_back` (nodes that run on another provider than the first).
     """
     rows: list[dict[str, Any]] = []
     if providers == CPU_ONLY:
@@ -143,11 +129,7 @@ def _pair(entry: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _require_start(providers: Providers) -> None:
-    """Refuse a provider that a session would drop without an error, as one whose libraries are not found.
-
-    Raises:
-        ConfigError: one does not start; with the runtime's words if it has any.
-    """
+    """Refuse a provider that a session would drop without an error, as one whose libraries are not found."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "start", values[:1], values[1:])
     model: ModelProto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

@@ -31,10 +31,7 @@ def drop_repeated_pairs(model: ModelProto) -> None:
 
     Such values are exact multiples of the scale but for a last bit of float32, which quantizing them again rounds away:
     with up to 16 bits, the result is the same to the last bit. Sites that share an encoding (a Concat and its parts, a
-    Reshape) are written with a pair each.
-
-    Args:
-        model: with Q/DQ; only pairs with one stored scale in float32 are compared.
+    Reshape) are written with a pair each. Only pairs with one stored scale in float32 are compared.
     """
     known, renamed, nodes = Readers(model.graph), dict[str, str](), list[NodeProto]()
     grids: dict[str, Grid | None] = {}
@@ -101,16 +98,7 @@ class RepeatedSession:
     """
 
     def __init__(self, model: ModelProto, providers: Providers = CPU_ONLY, threads: int = 0) -> None:
-        """Open the first session.
-
-        Args:
-            model: with Q/DQ.
-            providers: to run on.
-            threads: see `simulation_session`.
-
-        Raises:
-            FileFormatError: the runtime cannot load the model.
-        """
+        """Open the first session."""
         start = time.perf_counter()
         model = load(model)
         if not computes_in_narrow_floats(model):

@@ -20,9 +20,9 @@ from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.read import block_scales
-from onnx_backend.runtime.blocked_layout import keep_blocks, optimized_model
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session_input import session_of
+from onnx_backend.workarounds.blocked_layout import keep_blocks, optimized_model
 from onnx_backend.workarounds.kernel_casts import ROUNDED, has_other_floats
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine

@@ -91,19 +91,10 @@ def session_of(
 
     Ops that lack a kernel for bfloat16 or float64 on the CPU compute in float32, on other providers too: any node may
     fall back to the CPU, and which kernels those have is not known here. Inputs and outputs in bfloat16, which the
-    runtime's Python side neither takes nor gives, are float32 in the session, and cast inside.
-
-    Args:
-        model: it is not changed.
-        options: of the session.
-        disabled: the optimizers that are not to run.
-        most: bytes that are handed over at once; of a larger model, large weights go by way of a temporary file.
-        providers: to run on; the runtime never retries on others, which would run the disabled optimizers.
-        rounds_float16: round the result of every op in float16, which the runtime does on the CPU only between some.
-
-    Raises:
-        FileFormatError: a file that holds weights has changed since the model was opened, or was never opened.
-        ExportError: the temporary file cannot be written.
+    runtime's Python side neither takes nor gives, are float32 in the session, and cast inside. `most` bytes are handed
+    over at once: of a larger model, large weights go by way of a temporary file. `rounds_float16` rounds the result of
+    every op in float16, which the runtime does on the CPU only between some. The runtime never retries on other
+    providers, which would run the disabled optimizers.
     """
     with handed_over(model, ROUNDED if rounds_float16 else LACKING, most) as (given, entries):
         for key, value in {**providers.session_entries(), **entries}.items():

@@ -1,12 +1,11 @@
 """Sessions of ONNX Runtime for another process, which a file that ends the runtime's process leaves alive.
 
-This file runs as a script and imports NumPy and the runtime alone; `user_session` starts it. A message is a line of
-JSON, with the bytes of the arrays that it names behind it.
+This file runs as a script and imports NumPy and the runtime alone; `user_session` starts it.
 """
 
 import ctypes
-import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,32 +27,17 @@ WITHOUT_NUMPY: Mapping[str, int] = {
 
 
 def send(file: BinaryIO, message: Mapping[str, Any], arrays: Sequence[Array] = ()) -> None:
-    """Write a message, and arrays behind it."""
-    plain = [array.astype(str) if array.dtype.kind == "O" else array for array in map(np.asarray, arrays)]
-    file.write(json.dumps({**message, "arrays": [[a.dtype.str, a.shape] for a in plain]}).encode() + b"\n")
-    for array in plain:
-        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.nbytes else b"")
+    """Write a message, and arrays with it."""
+    pickle.dump((dict(message), [np.asarray(array) for array in arrays]), file, protocol=5)
     file.flush()
 
 
 def receive(file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
-    """Read a message and its arrays.
-
-    Raises:
-        EOFError: the other side has ended.
-    """
-    line = file.readline()
-    if not line.endswith(b"\n"):
-        raise EOFError
-    message: dict[str, Any] = json.loads(line)
-    arrays = []
-    for dtype, shape in message.pop("arrays"):
-        size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
-        data = bytearray(file.read(size))
-        if len(data) != size:
-            raise EOFError
-        array = np.frombuffer(data, dtype).reshape(shape)
-        arrays.append(array.astype(object) if array.dtype.kind == "U" else array)
+    """Read a message and its arrays; EOFError where the other side has ended."""
+    try:
+        message, arrays = pickle.load(file)  # what a process of our own has written
+    except pickle.UnpicklingError as error:  # in the middle of it
+        raise EOFError from error
     return message, arrays
 
 

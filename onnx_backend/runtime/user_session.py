@@ -74,12 +74,7 @@ class UserSession:
         return self._outputs
 
     def run(self, names: None, feeds: Mapping[str, Array]) -> list[Array]:
-        """Return all outputs; those in bfloat16 come as float32, which is also taken for such inputs.
-
-        Raises:
-            EndedProcessError: the run ends the process.
-            RuntimeError: what the runtime raised, in its words.
-        """
+        """Return all outputs; those in bfloat16 come as float32, which is also taken for such inputs."""
         types = {edge.name: edge.type for edge in self._inputs}
         arrays = [_as_bits(np.asarray(value), types.get(name, "")) for name, value in feeds.items()]
         answer, values = self._process.ask({"do": "run", "number": self._number, "names": [*feeds]}, arrays)
@@ -100,16 +95,8 @@ def user_session(
 ) -> UserSession:
     """Open a session as an application does: on the CPU, with the runtime's own settings but for those given.
 
-    Args:
-        model: a file, which is opened as it is; or a model, which is changed as `session_of` says.
-        level: of graph optimization; None for the runtime's own choice.
-        entries: of its configuration.
-        options: attributes of the runtime's `SessionOptions`.
-
-    Raises:
-        EndedProcessError: the model ends the process.
-        ModelError: no process can be started.
-        RuntimeError: what the runtime raised, in its words.
+    `model` is a file, which is opened as it is, or a model, which is changed as `session_of` says; `options` are
+    attributes of the runtime's `SessionOptions`.
     """
     number = None if level is None else LEVELS[level]
     asked = {"do": "open", "options": dict(options or {}), "entries": dict(entries or {}), "level": number}
@@ -160,12 +147,7 @@ class _Process:
         return self.end.alive and self.process.poll() is None
 
     def ask(self, message: Mapping[str, Any], arrays: Sequence[Array] = ()) -> tuple[dict[str, Any], list[Array]]:
-        """Send a message, and return the answer.
-
-        Raises:
-            EndedProcessError: the process ends over it, or has ended before.
-            RuntimeError: what the runtime raised, in its words.
-        """
+        """Send a message, and return the answer."""
         self.close_sessions()
         with self.asking:
             answer, values = self._exchange(message, arrays)

@@ -32,19 +32,8 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     """Set the mean and variance of every BatchNormalization to those of its simulated input, one after the other.
 
     One simulated pass over the data, in sections that end at the BatchNormalizations; tensors that are read later on
-    are kept in between.
-
-    Args:
-        sim: calibrated.
-        data: batches as `OnnxSim.run` takes them.
-        together: merges the statistics of all ranks.
-        progress: show a bar while the data is read.
-
-    Returns:
-        One row per BatchNormalization, and the seconds that the data would take in float.
-
-    Raises:
-        DataError: no data, data the model does not take, or values that are not finite.
+    are kept in between. The rows come with the seconds that the data would take in float.
+    `together` merges the statistics of all ranks.
     """
     model = sim.qdq_model()
     remove_kernel_casts(model)  # a statistic behind a Cast is a stored one

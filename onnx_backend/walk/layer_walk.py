@@ -81,11 +81,7 @@ class WalkWeights:
             self.own[site] = replace(self.own[site], frozen=True)
 
     def put(self, name: str, value: Array) -> None:
-        """Change the value of a stored tensor; it is rounded to the tensor's type.
-
-        Raises:
-            ValueError: it has another shape.
-        """
+        """Change the value of a stored tensor; it is rounded to the tensor's type."""
         if tuple(value.shape) != self._dims[name]:
             raise ValueError(f"{name} has the shape {self._dims[name]}, not {value.shape}")
         self.changed[name] = np.ascontiguousarray(self._rounded(name, value), np.float32)
@@ -113,13 +109,7 @@ def _in_type(values: LargeTensor, data_type: int) -> LargeTensor:
 
 
 def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str, Encoding]) -> tuple[Stream, Stream]:
-    """Return the float and the quantized model; stored values are computed from `weights` for every section.
-
-    Args:
-        marked: the float model with marks; it is not changed.
-        weights: of the sim.
-        encodings: of every quantized site.
-    """
+    """Return the float and the quantized model; stored values are computed from `weights` for every section."""
     light = without_large(marked)
     for number, node in enumerate(light.graph.node):
         if not is_mark(node):
@@ -188,17 +178,8 @@ def walk_layers(
 
     Each batch runs once through the float and once through the quantized model. Both stop at the inputs of layers,
     where the tensors that are read later on are kept. A layer whose input depends on itself (a weight that is used
-    again, the states of a recurrent layer) costs an extra run of the nodes in between.
-
-    Args:
-        sim: calibrated. If the block fails, it stays as it was.
-        data: batches as `OnnxSim.run` takes them; read once.
-        max_memory: bytes of kept tensors; beyond them, tensors go to a temporary file. None for no bound.
-        progress: show a bar while the data is read.
-
-    Raises:
-        CalibrationError: sites have no encoding.
-        DataError: no data, or data the model does not take.
+    again, the states of a recurrent layer) costs an extra run of the nodes in between. Beyond `max_memory` bytes, kept
+    tensors go to a temporary file. If the block fails, the sim stays as it was.
     """
     walk = OnnxWalk(sim, max_memory)
     with walk.run.sharing_memory():
@@ -252,11 +233,7 @@ class OnnxWalk:
     """The layers of a sim in the order they run; see `qsdk.core.layers.layer_problem.Walk`."""
 
     def __init__(self, sim: OnnxSim, max_memory: int | None) -> None:
-        """Find the layers; nothing is run yet.
-
-        Raises:
-            CalibrationError: sites have no encoding.
-        """
+        """Find the layers; nothing is run yet."""
         marked, state, encodings = sim.traced().model, sim.snapshot(), sim.encodings
         frozen = [site for site, encoding in state.own.items() if encoding.frozen]
         self._sim = sim
@@ -316,11 +293,7 @@ class OnnxWalk:
     def write(
         self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
     ) -> None:
-        """Change the quantized model at a layer; see `qsdk.core.layers.layer_problem.Walk.write`.
-
-        Raises:
-            ModelError: the walk has no such layer, or the layer has no bias to shift.
-        """
+        """Change the quantized model at a layer; see `qsdk.core.layers.layer_problem.Walk.write`."""
         layer, weights = self._layer(site), self._weights
         if bias_shift is not None:
             if not layer.bias:

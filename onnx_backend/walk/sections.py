@@ -69,11 +69,8 @@ class Stream:
     ) -> None:
         """Read a model.
 
-        Args:
-            model: may have stubs in the places of stored tensors.
-            large: the tensors that the stubs stand for.
-            computed: stored tensors that are computed anew for every section, by name; they replace the model's own.
-            bfloat16: see `bfloat16_in`.
+        `large` are the tensors that stubs stand for; those `computed` are computed anew for every section and replace
+        the model's own.
         """
         self._model, self._large, self._computed = model, large, computed
         self._stored, self.bfloat16 = initializers(model.graph), frozenset(bfloat16)

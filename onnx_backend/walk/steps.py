@@ -73,10 +73,7 @@ class Reading:
 def readings(op: Op, found: GraphLayer, position: int) -> tuple[Reading, PatchGeometry | None] | str:
     """Return how an op reads the input of a layer, and the geometry of its patches; or why no solver can use it.
 
-    Args:
-        op: one of `found.ops`.
-        found: the layer.
-        position: of the weight among the op's inputs.
+    `position` is that of the weight among the op's inputs.
     """
     geometry = found.layer.geometry
     if op.type == "Gather":
@@ -176,11 +173,7 @@ def layer_groups(
 ) -> tuple[list[LayerGroup], dict[str, str]]:
     """Return the steps in the order of the graph, and why the other weights are in none.
 
-    Args:
-        graph: of the sim.
-        plan: of the sim.
-        frozen: sites whose encodings must stay.
-        tags: tensor name -> tag of the node that makes it.
+    `frozen` are the sites whose encodings must stay; `tags` name the node that makes a tensor.
     """
     found, left = graph_layers(graph, plan, frozenset(frozen))
     read: list[tuple[Layer, tuple[tuple[int, ...], tuple[LayerCall, ...]]]] = []

@@ -109,56 +109,6 @@ LOOP = f"""{HEAD} net (int64 n, bool go, float[2, 3] x) => (float[2, 3] last, in
 }}"""
 
 
-@pytest.mark.parametrize(("turns", "go", "ran"), [(2, True, 2), (9, True, 3), (0, True, 0), (5, False, 0)])
-def test_a_loop_runs_as_often_as_it_is_told(turns: int, go: bool, ran: int):
-    last, every = onnx_backend.run_model(parsed(LOOP), [np.asarray(turns, np.int64), np.asarray(go), X])
-    totals = [X]
-    for _ in range(ran):
-        totals.append(totals[-1] + X)
-    np.testing.assert_array_equal(last, totals[-1])
-    np.testing.assert_array_equal(every, np.array([quantized(x) for x in totals[:-1]]).reshape(ran, 2, 3))
-    assert every.dtype == np.int8
-
-
-@pytest.mark.parametrize("yes", [True, False])
-def test_a_branch_sees_what_surrounds_it_and_hides_what_it_makes(yes: bool):
-    model = parsed(f"""{HEAD} net (bool c, float[2, 3] x) => (int8[2, 3] y, float[2, 3] t) <float s = {{1.0}}> {{
-        t = Neg (x)
-        y = If (c) <
-            then_branch: graph = a () => (int8[2, 3] q) {{ q = QuantizeLinear <output_dtype: int = 3> (x, s) }},
-            else_branch: graph = b () => (int8[2, 3] r) {{ r = If (c) <
-                then_branch: graph = d () => (int8[2, 3] u) {{ u = QuantizeLinear <output_dtype: int = 3> (x, s) }},
-                else_branch: graph = e () => (int8[2, 3] v) {{ v = QuantizeLinear <output_dtype: int = 3> (t, s) }}
-            > }}
-        >
-    }}""")
-    y, t = onnx_backend.run_model(model, [np.asarray(yes), X])
-    np.testing.assert_array_equal(y, quantized(X if yes else -X))
-    np.testing.assert_array_equal(t, -X)
-
-
-def scan(directions: tuple[int, int], axes: tuple[int, int]) -> ModelProto:
-    return parsed(f"""{HEAD} net (float[2] start, float[2, 3] x) => (float[2] sum, float[a, b] sums) {{
-        sum, sums = Scan <num_scan_inputs: int = 1, scan_input_axes: ints = [1], scan_output_axes: ints = [{axes[1]}],
-            scan_input_directions: ints = [{directions[0]}], scan_output_directions: ints = [{directions[1]}],
-            body: graph = body (float[2] a, float[2] b) => (float[2] c, float[2] d) {{
-                c = Add (a, b)
-                d = Identity (c)
-            }}> (start, x)
-    }}""")
-
-
-@pytest.mark.parametrize("directions", [(0, 0), (1, 0), (0, 1), (1, 1)])
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_scan_reads_and_writes_along_any_axis_both_ways(directions: tuple[int, int], axis: int):
-    start, columns = np.array([1, 10], np.float32), X[:, :: -1 if directions[0] else 1]
-    sums = np.cumsum(np.concatenate([start[:, None], columns], 1), 1)[:, 1:]
-    total, found = onnx_backend.run_model(scan(directions, (1, axis)), [start, X])
-    np.testing.assert_allclose(total, sums[:, -1])
-    expected = sums[:, :: -1 if directions[1] else 1]
-    np.testing.assert_allclose(found, expected.T if axis == 0 else expected)
-
-
 def test_optionals_and_sequences_pass_through_bodies():
     model = parsed("""<ir_version: 10, opset_import: ["" : 21]> net (seq(float[n]) xs, float[1] k) =>
             (seq(float[n]) ys, bool full, bool empty) {

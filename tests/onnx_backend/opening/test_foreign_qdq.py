@@ -276,9 +276,6 @@ def test_an_int32_bias_keeps_its_own_scale_and_its_codes(tmp_path):
 def test_codes_that_no_float32_stands_for_stay_in_the_file_and_are_listed(tmp_path):
     scale = np.float32(0.7)
     whole = np.arange(2**23, 2**23 + 4096, dtype=np.int32)
-    products = whole.astype(np.float32) * scale
-    lost = whole[np.rint(np.nextafter(products, np.float32(0)) / scale) > whole]
-    assert lost.size == 0 or lost.size  # which codes they are depends on the scale; the model below has all of them
     stored = {"b": whole, "bs": scale}
     model = make_model(
         [node("DequantizeLinear", ["b", "bs"], ["bd"], "bdq"), node("Add", ["x", "bd"], ["y"], "add")],

@@ -79,12 +79,6 @@ def test_outputs_come_in_graph_order():
     assert float(p.min()) >= 0
 
 
-@pytest.mark.parametrize("opset", [13, 17, 21])
-def test_old_models_are_raised(opset):
-    sim = calibrated(model=convnet(opset), data=IMAGES)
-    np.testing.assert_array_equal(sim.run(IMAGES[0])[0], calibrated(model=convnet(), data=IMAGES).run(IMAGES[0])[0])
-
-
 def test_coverage_and_explain_speak_of_every_site():
     sim = calibrated(model=convnet(), data=IMAGES)
     sites = {row["site"] for row in sim.coverage().rows}
@@ -237,22 +231,6 @@ def test_an_opened_file_can_be_calibrated_again():
     np.testing.assert_allclose(back.encodings["x:input"].scale, 2 * sim.encodings["x:input"].scale, rtol=1e-5)
     product = back.encodings["x:input"].scale * back.encodings["mm1:weight"].scale
     np.testing.assert_array_equal(back.encodings["add1:bias"].scale, product)
-
-
-def test_a_foreign_qdq_file_opens():
-    nodes = [
-        node("QuantizeLinear", ["x", "s", "z"], ["q"], "q"),
-        node("DequantizeLinear", ["q", "s", "z"], ["d"], "dq"),
-        node("DequantizeLinear", ["w", "ws"], ["wd"], "wdq", axis=1),
-        node("MatMul", ["d", "wd"], ["y"], "mm"),
-    ]
-    stored = {"s": np.float32(0.5), "z": np.array(-3, np.int8), "ws": np.float32([1, 2, 3])}
-    model = make_model(nodes, {"x": ["n", 4]}, {"y": ["n", 3]}, stored | {"w": np.ones((4, 3), np.int8)}, 13, 7)
-    sim = quantize(model)
-    assert set(sim.encodings) == {"x:input", "mm:weight"}  # the names that the float model has
-    x = RNG.normal(size=(2, 4)).astype(np.float32)
-    np.testing.assert_array_equal(sim.run(x)[0], run(model, {"x": x})[0])
-    np.testing.assert_allclose(run(sim.qdq_model(), {"x": x})[0], sim.run(x)[0], rtol=1e-6)
 
 
 def test_what_cannot_be_quantized_says_why(tmp_path):

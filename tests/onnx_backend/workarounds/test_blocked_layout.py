@@ -3,17 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from torch import nn
 
 import qsdk
 from onnx_backend.calibration.observe import statistics_graph
 from onnx_backend.proto.model_io import load
-from onnx_backend.runtime.blocked_layout import DOMAIN, keep_blocks
 from onnx_backend.runtime.repeated_session import RepeatedSession
 from onnx_backend.runtime.session import session_in_blocks, simulation_session
+from onnx_backend.workarounds.blocked_layout import DOMAIN, keep_blocks
 from qsdk.core.ranges.statistics import observed_sites
 
 
@@ -113,15 +111,6 @@ def compared(sim, x: np.ndarray) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    channels=st.sampled_from([4, 12, 16, 24, 32, 48]),
-    parts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map(tuple),
-)
-def test_blocks_change_no_bit(channels, parts):
-    compared(*calibrated(channels, parts))
-
-
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("channels", [24, 32])
 def test_each_op_around_convolutions_changes_no_bit(part, channels):
@@ -132,7 +121,7 @@ def test_a_network_of_convolutions_stays_in_blocks(kept):
     sim, _ = calibrated(32, ("add", "silu", "pool"))
     session_in_blocks(sim.qdq_model())
     before, after, model = kept[-1]
-    assert before > 10
+    assert before > 10, "the runtime keeps the blocks by itself: the workaround may go"
     assert after == 1, [node.op_type for node in model.graph.node]  # of the output's five channels
 
 

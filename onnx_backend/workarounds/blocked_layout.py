@@ -1,9 +1,9 @@
 """Keep tensors in the layout of ONNX Runtime's convolutions where pairs and statistics read them.
 
-On the CPU the runtime stores the channels of a convolution's results in blocks, and goes back to rows of pixels (a
-ReorderOutput) in front of every op that its own pass does not know, QuantizeLinear among them. Such an op reads each
-value by itself, so that it may as well read the blocks: the two reorders around it go, and the values stay the same to
-the last bit. `benchmarks/onnx_simulation.py` measures what that saves.
+On the CPU the runtime (1.31, 1.32) stores the channels of a convolution's results in blocks, and goes back to rows of
+pixels (a ReorderOutput) in front of every op that its own pass does not know, QuantizeLinear among them. Such an op
+reads each value by itself, so that it may as well read the blocks: the two reorders around it go, and the values stay
+the same to the last bit. `benchmarks/onnx_simulation.py` measures what that saves.
 """
 
 import tempfile
