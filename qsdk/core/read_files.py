@@ -121,17 +121,10 @@ def _require_numbers(array: npt.NDArray[Any], where: str, remedy: str) -> None:
         raise FileFormatError(f"{where} holds {array.dtype}, which are no numbers of a network; {remedy}")
 
 
-def require_modest_size(archive: ZipFile, size: int, where: str, *, times: int = 1) -> None:
-    """Raise an error for an archive whose contents are far larger than itself, before it is unpacked.
-
-    Args:
-        archive: open.
-        size: of the archive, in bytes.
-        where: its name, for messages.
-        times: their allowed size as a multiple; 1 for uncompressed archives.
-    """
+def require_modest_size(archive: ZipFile, size: int, where: str) -> None:
+    """Raise an error for an archive whose contents are far larger than its `size` in bytes, before it is unpacked."""
     held = sum(info.file_size for info in archive.infolist())
-    if held > times * size + _SLACK:
+    if held > size + _SLACK:
         raise FileFormatError(
             f"{where} has {size:,} bytes and would unpack to {held:,}, which no file of this kind does; write it again"
         )

@@ -7,9 +7,9 @@ import pytest
 import torch
 from random_problems import problem_from_moments, problem_of
 
-from qsdk.algorithms.solvers import adaround, seq_mse
+from qsdk.algorithms.solvers import adaround, relaxation, seq_mse
 from qsdk.algorithms.solvers.outputs import SampledOutputs
-from qsdk.algorithms.solvers.relaxation import DEFAULT, RelaxationOptions, beta_at, relax, soft_rounding
+from qsdk.algorithms.solvers.relaxation import beta_at, relax, soft_rounding
 from qsdk.algorithms.solvers.rounding import WeightGrid
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import Activation, LayerProblem, WeightLayout
@@ -24,26 +24,26 @@ def encoding_of(weight: torch.Tensor, spec: Spec) -> Encoding:
 
 
 def test_beta_falls_along_a_cosine_after_the_warm_start() -> None:
-    assert beta_at(8000, 10000, (20, 2), 0.2) == pytest.approx(4.636038969321072, rel=1e-12)
+    assert beta_at(8000, 10000) == pytest.approx(4.636038969321072, rel=1e-12)
     assert beta_at(2000, 10000) == 20
     assert beta_at(6000, 10000) == pytest.approx(11)
     assert beta_at(9999, 10000) == pytest.approx(2.00000069, abs=1e-8)
 
 
-def penalty(soft: torch.Tensor, step: int, steps: int, options: RelaxationOptions) -> torch.Tensor:
+def penalty(soft: torch.Tensor, step: int, steps: int) -> torch.Tensor:
     """The round loss as the paper has it; the solver only knows its gradient."""
-    if step < options.warm_start * steps:
+    if step < relaxation.WARM_START * steps:
         return soft.new_zeros(())
-    beta = beta_at(step, steps, options.beta_range, options.warm_start)
-    return options.regularization * (1 - (2 * soft - 1).abs().pow(beta)).sum()
+    beta = beta_at(step, steps)
+    return relaxation.REGULARIZATION * (1 - (2 * soft - 1).abs().pow(beta)).sum()
 
 
 def test_the_rounding_loss_acts_after_the_warm_start_on_undecided_weights() -> None:
-    undecided, options = soft_rounding(torch.zeros(4)), RelaxationOptions(regularization=0.01)
+    undecided = soft_rounding(torch.zeros(4))
     assert undecided.tolist() == [0.5] * 4
-    assert float(penalty(undecided, 1999, 10000, options)) == 0
-    assert float(penalty(undecided, 2000, 10000, options)) == pytest.approx(0.04)
-    assert float(penalty(soft_rounding(torch.tensor([-9.0, 9.0])), 2000, 10000, options)) == 0
+    assert float(penalty(undecided, 1999, 10000)) == 0
+    assert float(penalty(undecided, 2000, 10000)) == pytest.approx(40)
+    assert float(penalty(soft_rounding(torch.tensor([-9.0, 9.0])), 2000, 10000)) == 0
     # without another loss the solver stands still for a fifth of the steps, then pushes what is undecided apart
     weight = torch.tensor([-0.9, 0.1, 0.4, 0.6])[None, :, None]
     grid = WeightGrid(torch.ones_like(weight), torch.full_like(weight, -8), torch.full_like(weight, 7)).around(weight)
@@ -53,7 +53,7 @@ def test_the_rounding_loss_acts_after_the_warm_start_on_undecided_weights() -> N
         seen.append(at.clone())
         return torch.zeros_like(at)
 
-    assert relax(weight, grid, nothing, 300, RelaxationOptions()).flatten().tolist() == [-1, 0, 0, 1]
+    assert relax(weight, grid, nothing, 300).flatten().tolist() == [-1, 0, 0, 1]
     torch.testing.assert_close(torch.stack(seen[:61]), weight.expand(61, *weight.shape), rtol=0, atol=1e-6)
     assert float((seen[-1] - seen[-1].round()).abs().max()) < float((weight - weight.round()).abs().max()) / 4
 
@@ -147,7 +147,7 @@ def test_learned_rounding_of_convolutions_beats_nearest_on_held_out_data(
     assert unseen.relative_error(adaround.solve(seen, method=method, shift_bias=False).weight) < share * nearest
 
 
-def test_the_closed_form_gradient_is_that_of_the_loss() -> None:
+def test_the_closed_form_gradient_is_that_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of Adam moves every rounding against the sign of the loss's gradient by autograd."""
     problem = problem_of(WeightLayout("linear", (3, 7)), Spec(int4, PerChannel(0)))
     weight, grid = problem.weight.mT, WeightGrid.of(problem, problem.encoding).around(problem.weight.mT)
@@ -157,12 +157,13 @@ def test_the_closed_form_gradient_is_that_of_the_loss() -> None:
         seen.append(at.clone())
         return 2 * (at - 0.3)
 
-    options = RelaxationOptions(learning_rate=0.01, warm_start=0.0, regularization=0.1)
-    relax(weight, grid, gradient, 2, options)
+    monkeypatch.setattr(relaxation, "WARM_START", 0.0)
+    monkeypatch.setattr(relaxation, "REGULARIZATION", 0.1)
+    relax(weight, grid, gradient, 2)
     low, step = grid.lowest * grid.scale, (grid.highest - grid.lowest) * grid.scale
     share = ((seen[0] - low) / step).clamp(1e-6, 1 - 1e-6)
     alpha = torch.logit((share + 0.1) / 1.2).requires_grad_()
-    loss = (low + step * soft_rounding(alpha) - 0.3).square().sum() + penalty(soft_rounding(alpha), 0, 2, options)
+    loss = (low + step * soft_rounding(alpha) - 0.3).square().sum() + penalty(soft_rounding(alpha), 0, 2)
     (wanted,) = torch.autograd.grad(loss, alpha)
     assert torch.allclose(seen[0], weight, atol=1e-6)  # it starts at the weight itself
     moved, clear = seen[1] - seen[0], wanted.abs() > 1e-4
@@ -181,6 +182,6 @@ def test_it_ends_when_all_is_decided() -> None:
         steps.append(step)
         return 2 * (at - wish)
 
-    assert torch.equal(relax(weight, grid, gradient, 2000, DEFAULT), wish)
+    assert torch.equal(relax(weight, grid, gradient, 2000), wish)
     assert len(steps) < 1000
     assert np.array_equal(steps, range(len(steps)))

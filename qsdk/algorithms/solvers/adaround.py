@@ -40,7 +40,6 @@ def solve(
     damping: float | None = None,
     shift_bias: bool = True,
     activation: bool = False,
-    relaxed: relaxation.RelaxationOptions = relaxation.DEFAULT,
 ) -> Solution:
     """Round each weight to the grid point below or above it, for the smallest output error of the layer.
 
@@ -58,7 +57,6 @@ def solve(
             the data does not cover; None for 0.03, and more where rows are few (`rounding.damping_for`).
         shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
         activation: with `relaxed`, measure the error behind the layer's activation function, on samples of its inputs.
-        relaxed: options of the relaxation.
 
     Returns:
         The rounded weight, every element exactly on the grid, and relative errors.
@@ -70,9 +68,9 @@ def solve(
     _require_options(problem, method, iterations, starts, damping, activation)
     count = ITERATIONS[method] if iterations is None else iterations
     if activation and problem.activation is not None:
-        return _solve_behind_activation(on_torch(problem), count, damping, relaxed, shift_bias=shift_bias)
+        return _solve_behind_activation(on_torch(problem), count, damping, shift_bias=shift_bias)
     options: dict[str, Any] = {"method": method, "count": count, "starts": starts, "damping": damping}
-    return solve_in_chunks(problem, partial(_solve, **options, relaxed=relaxed, shift_bias=shift_bias))
+    return solve_in_chunks(problem, partial(_solve, **options, shift_bias=shift_bias))
 
 
 def _solve(
@@ -82,7 +80,6 @@ def _solve(
     count: int,
     starts: int,
     damping: float | None,
-    relaxed: relaxation.RelaxationOptions,
     shift_bias: bool,
 ) -> Solution:
     """Solve a problem on torch by its second moments; `count` are sweeps or steps, for the rest see `solve`."""
@@ -94,7 +91,7 @@ def _solve(
     if method == "fast":
         codes = _fast(objective, grid, count, starts)
     else:
-        codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
+        codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count)
     rounded = (codes * grid.scale).mT
     errors, errors_of_plain = check.errors(rounded), check.errors(plain)
     worse = errors.worse(errors_of_plain)
@@ -112,7 +109,6 @@ def _solve_behind_activation(
     problem: LayerProblem,
     steps: int,
     damping: float | None,
-    options: relaxation.RelaxationOptions,
     *,
     shift_bias: bool,
 ) -> Solution:
@@ -122,7 +118,7 @@ def _solve_behind_activation(
     grid, plain = _choices(problem)
     outputs, weight = SampledOutputs.of(problem), problem.weight.mT
     gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
-    rounded = (relaxation.relax(weight, grid, gradient, steps, options) * grid.scale).mT
+    rounded = (relaxation.relax(weight, grid, gradient, steps) * grid.scale).mT
     return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.bias is not None)
 
 

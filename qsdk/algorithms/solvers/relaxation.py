@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,30 +16,11 @@ PATIENCE = 50
 DECIDED = 1e-3
 #: Adam's decay of the first and second moments of the gradient
 BETAS = (0.9, 0.999)
-
-
-@dataclass(frozen=True)
-class RelaxationOptions:
-    """The options of the relaxation.
-
-    After the warm start the loss has the penalty `regularization * sum(1 - |2 h - 1|^beta)` over all soft roundings h.
-
-    Attributes:
-        learning_rate: of Adam; None for 50 over the number of steps, from 0.001 to 0.1.
-        regularization: weight of the penalty on roundings that are neither 0 nor 1, in units of the mean cost of
-            rounding one weight to nearest. The paper's 0.01 is in units of the outputs, so its effect differs from
-            layer to layer.
-        beta_range: exponent of the penalty at the end of the warm start, and at the end.
-        warm_start: share of the steps without the penalty.
-    """
-
-    learning_rate: float | None = None
-    regularization: float = 10.0
-    beta_range: tuple[float, float] = (20.0, 2.0)
-    warm_start: float = 0.2
-
-
-DEFAULT = RelaxationOptions()
+#: weight of the penalty `sum(1 - |2 h - 1|^beta)` on soft roundings h, in units of the mean cost of rounding one weight
+#: to nearest: the paper's 0.01 is in units of the outputs, so its effect differs from layer to layer
+REGULARIZATION = 10.0
+#: share of the steps without the penalty, whose exponent then falls from the first of these to the second
+WARM_START, BETA_RANGE = 0.2, (20.0, 2.0)
 
 
 def soft_rounding(alpha: Tensor) -> Tensor:
@@ -48,21 +28,14 @@ def soft_rounding(alpha: Tensor) -> Tensor:
     return (torch.sigmoid(alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
-def beta_at(step: int, steps: int, beta_range: tuple[float, float] = (20.0, 2.0), warm_start: float = 0.2) -> float:
-    """Return the exponent of the penalty: after the warm start it falls from the first of the range to the second."""
-    start, end = beta_range
-    begun = warm_start * steps
+def beta_at(step: int, steps: int) -> float:
+    """Return the exponent of the penalty: after the warm start it falls along a cosine."""
+    (start, end), begun = BETA_RANGE, WARM_START * steps
     share = (step - begun) / max(steps - begun, 1)
     return end + 0.5 * (start - end) * (1 + math.cos(max(share, 0) * math.pi))
 
 
-def relax(
-    weight: Tensor,
-    grid: WeightGrid,
-    gradient: Callable[[Tensor, int], Tensor],
-    steps: int,
-    options: RelaxationOptions = DEFAULT,
-) -> Tensor:
+def relax(weight: Tensor, grid: WeightGrid, gradient: Callable[[Tensor, int], Tensor], steps: int) -> Tensor:
     """Choose between two grid points for each weight by gradient descent on a soft rounding.
 
     It starts at the weight itself, and ends early when the penalty is active and every rounding is decided.
@@ -72,7 +45,6 @@ def relax(
         grid: its `lowest` and `highest` are the two points.
         gradient: of the reconstruction loss with respect to the weight, at a weight and in a step.
         steps: of Adam, at most.
-        options: of the relaxation.
 
     Returns:
         Codes of the chosen points, float32 [groups, K, rows].
@@ -83,19 +55,19 @@ def relax(
     low, step = grid.lowest * grid.scale, (grid.highest - grid.lowest) * grid.scale
     share = torch.where(step > 0, (weight - low) / step, 0.5).clamp(0, 1)
     alpha = torch.logit((share - GAMMA) / (ZETA - GAMMA))
-    rate = min(max(50 / max(steps, 1), 1e-3), 0.1) if options.learning_rate is None else options.learning_rate
+    rate = min(max(50 / max(steps, 1), 1e-3), 0.1)
     first, second = torch.zeros_like(alpha), torch.zeros_like(alpha)
     for index in range(steps):
         sigmoid = alpha.sigmoid()
         stretched = sigmoid * (ZETA - GAMMA) + GAMMA
         soft = stretched.clamp(0, 1)
         slope = gradient(torch.addcmul(low, soft, step), index).mul_(step)
-        if index >= options.warm_start * steps:
+        if index >= WARM_START * steps:
             if index % PATIENCE == 0 and bool(((soft - soft.round()).abs() < DECIDED).all()):
                 break
-            beta = beta_at(index, steps, options.beta_range, options.warm_start)
+            beta = beta_at(index, steps)
             centre = 2 * soft - 1
-            slope -= 2 * options.regularization * beta * centre.abs().pow(beta - 1) * centre.sign()
+            slope -= 2 * REGULARIZATION * beta * centre.abs().pow(beta - 1) * centre.sign()
         # the clip has no gradient outside its bounds
         slope.mul_((ZETA - GAMMA) * sigmoid * (1 - sigmoid)).mul_(soft == stretched)
         first.lerp_(slope, 1 - BETAS[0])

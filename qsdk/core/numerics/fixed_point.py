@@ -43,27 +43,6 @@ def fixed_point(multiplier: ArrayLike) -> tuple[Integers, Integers]:
     return mantissa, shift
 
 
-def requantize(
-    accumulator: ArrayLike, mantissa: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "half_even"
-) -> Integers:
-    """Return `round(accumulator * mantissa / 2**shift)`, exactly, without zero point and saturation.
-
-    Args:
-        accumulator: integers in [-2**31, 2**31).
-        mantissa: integers in [0, 2**31), broadcast against the accumulator.
-        shift: integers >= 1, broadcast against the accumulator.
-        rounding: of exact ties; all else goes to the nearest integer, except with `gemmlowp`,
-            which rounds twice (see `round_shift`).
-    """
-    acc, m, n = (np.asarray(value, np.int64) for value in (accumulator, mantissa, shift))
-    if np.any((acc < -(1 << 31)) | (acc >= 1 << 31)):
-        raise ConfigError(f"an accumulator is outside int32: {_first(acc)}; bound it before requantizing")
-    if np.any((m < 0) | (m >= 1 << MANTISSA_BITS)):
-        raise ConfigError(f"a mantissa is outside [0, 2**31): {_first(m)}; use fixed_point()")
-    product = np.where(n > MAX_SHIFT, 0, acc * m)
-    return round_shift(product, np.minimum(n, MAX_SHIFT), rounding=rounding)
-
-
 def round_shift(product: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "half_even") -> Integers:
     """Return `round(product / 2**shift)` exactly, for |product| <= 2**62 and 1 <= shift <= `MAX_SHIFT`.
 
