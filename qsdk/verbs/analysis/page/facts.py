@@ -30,23 +30,6 @@ _NEARLY_ALL = 0.9  # of the elements, or of the sites
 
 
 @dataclass(frozen=True)
-class ValueFacts:
-    """The values of a site beside its encoding; what cannot be known is None.
-
-    Attributes:
-        sample: at most 32,768 of the values, taken evenly.
-        clipped: share of the values that lie beyond the range of the encoding.
-        sqnr_db: of these values on their grid.
-    """
-
-    low: float
-    high: float
-    sample: npt.NDArray[np.float32]
-    clipped: float | None = None
-    sqnr_db: float | None = None
-
-
-@dataclass(frozen=True)
 class SiteFacts:
     """A site: its precision, the reason for it, and its values where they were looked at.
 
@@ -58,6 +41,9 @@ class SiteFacts:
         encoding: None where it stays float or is quantized while the model runs.
         passes_through: its values are on the grid of another site already.
         fused: it lies inside ops that are quantized as one, so no grid is wanted for it.
+        values: None where they were not looked at.
+        clipped: share of the values beyond the range of the encoding; None where that cannot be known.
+        sqnr_db: of the values on their grid, likewise.
     """
 
     site: str
@@ -72,7 +58,9 @@ class SiteFacts:
     encoding: Encoding | None
     passes_through: bool
     fused: bool
-    values: ValueFacts | None = None
+    values: SiteSample | None = None
+    clipped: float | None = None
+    sqnr_db: float | None = None
 
     @property
     def stored(self) -> bool:
@@ -130,8 +118,7 @@ class LayerFacts:
     @property
     def clipped(self) -> float | None:
         """Return the largest share of clipped values among its sites; None where that is not known."""
-        found = [site.values.clipped for site in self.sites if site.values and site.values.clipped is not None]
-        return max(found, default=None)
+        return max((site.clipped for site in self.sites if site.clipped is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -336,17 +323,24 @@ def _with_values(
 ) -> list[LayerFacts]:
     """Return the layers with the values of all their weights, and of the activations of `first` and the worst ones."""
     encodings = sim.encodings
-    values: dict[str, ValueFacts] = {}
+    known: dict[str, dict[str, Any]] = {}  # by site, what was found of its values
+
+    def note(site: str, sample: SiteSample, x: Array, encoding: Encoding | None) -> None:
+        """Note a sample of values, of which `x` has the shape that the axis of the encoding counts in."""
+        if sample.values.size:
+            known[site] = {"values": sample}
+            if encoding is not None:
+                noise = noise_to_signal(x, encoding)
+                known[site] |= {"clipped": _clipped(x, encoding), "sqnr_db": decibels(noise)}
+
     for site in (site.site for layer in layers for site in layer.sites if site.kind == "weight"):
         for name, x in sim.stored_floats([site]).items():  # one at a time, since large ones are read from their file
             sample = SiteSample()
             sample.add(weight := np.asarray(x, np.float32))
-            if sample.values.size:
-                values[name] = _value_facts(sample, weight, encodings.get(name))
+            note(name, sample, weight, encodings.get(name))
 
     def badness(layer: LayerFacts) -> tuple[bool, float, float]:
-        own = [values[s.site].sqnr_db for s in layer.sites if s.site in values]
-        least = min((sqnr for sqnr in own if sqnr is not None), default=math.inf)
+        least = min((known.get(site.site, {}).get("sqnr_db", math.inf) for site in layer.sites), default=math.inf)
         return layer.name not in first, -(layer.share or 0.0), least
 
     drawn = {layer.name for layer in sorted(layers, key=badness)[:DRAWN]}
@@ -363,12 +357,11 @@ def _with_values(
         for site, sample in samples.items():
             # a sample has lost its shape, so nothing but one scale for all of it can be compared
             one = encoding if (encoding := encodings.get(site)) is not None and encoding.axis is None else None
-            if sample.values.size:
-                values[site] = _value_facts(sample, sample.values, one)
+            note(site, sample, sample.values, one)
     return [
         replace(
             layer,
-            sites=tuple(replace(site, values=values.get(site.site)) for site in layer.sites),
+            sites=tuple(replace(site, **known.get(site.site, {})) for site in layer.sites),
             drawn=layer.name in drawn,
         )
         for layer in layers
@@ -378,14 +371,6 @@ def _with_values(
 def _reason(text: str) -> str:
     """Return the reason of a float tensor; a file that is opened for its page is quantized by no rule."""
     return "float in the file" if text.startswith("kept float32 by a rule") else text
-
-
-def _value_facts(sample: SiteSample, x: Array, encoding: Encoding | None) -> ValueFacts:
-    """Return the facts about values of which `x` is compared with the encoding, in the shape that its axis counts."""
-    if encoding is None:
-        return ValueFacts(sample.low, sample.high, sample.values)
-    noise = decibels(noise_to_signal(x, encoding))
-    return ValueFacts(sample.low, sample.high, sample.values, _clipped(x, encoding), noise)
 
 
 def _clipped(x: Array, encoding: Encoding) -> float:

@@ -155,8 +155,7 @@ def _site_cells(site: SiteFacts) -> list[Any]:
     encoding = site.encoding
     scales = (float(encoding.scale.min()), float(encoding.scale.max())) if encoding is not None else (None, None)
     zero = int(encoding.zero_point.reshape(-1)[0]) if encoding is not None and encoding.zero_point.size == 1 else None
-    own = site.values.sqnr_db if site.values else None
-    return [site.site, site.kind, site.state, site.dtype, site.granularity, *scales, zero, own]
+    return [site.site, site.kind, site.state, site.dtype, site.granularity, *scales, zero, site.sqnr_db]
 
 
 @dataclass(frozen=True)
@@ -266,9 +265,9 @@ class Page:
         """
         for held in row.sites if any(layer.drawn for layer in row.layers) else ():
             sites = [site for _, site in held if site is not None]
-            seen = [(s.values, s.encoding) for s in sites if s.values is not None and s.values.sample.size]
+            seen = [(s.values, s.encoding) for s in sites if s.values is not None]
             for side, site in held if seen else ():
-                if site is None or site.values is None or not site.values.sample.size:
+                if site is None or site.values is None:
                     yield "no values", side, sites[0], ""
                     continue
                 label = _label("Histogram", site, side)

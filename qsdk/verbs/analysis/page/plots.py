@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.verbs.analysis.page.facts import ValueFacts
+from qsdk.core.precision.advice import SiteSample
 
 # Colours that stand for those of the style sheet, by which they are replaced in the SVG.
 _BARS, _RANGE, _GRID, _TEXT, _GAP = "#0000a1", "#0000a2", "#0000a3", "#0000a4", "#0000a5"
@@ -43,11 +43,11 @@ class Artist:
 
     def histogram(
         self,
-        values: ValueFacts,
+        values: SiteSample,
         encoding: Encoding | None,
         label: str,
         *,
-        beside: Sequence[tuple[ValueFacts, Encoding | None]],
+        beside: Sequence[tuple[SiteSample, Encoding | None]],
     ) -> str:
         """Return the histogram of values, with the range of their encoding and, if it is coarse, its grid.
 
@@ -62,7 +62,7 @@ class Artist:
             known = [one for _, one in beside if one is not None]
             low = min([*(one.low for one, _ in beside), *(_end(one.low.min()) for one in known)])
             high = max([*(one.high for one, _ in beside), *(_end(one.high.max()) for one in known)])
-            counts, edges = np.histogram(values.sample, bins=_BINS, range=(low, high if high > low else low + 1.0))
+            counts, edges = np.histogram(values.values, bins=_BINS, range=(low, high if high > low else low + 1.0))
             heights = np.log1p(counts)  # the few values at the ends matter as much as the many in the middle
             axes.stairs(heights, edges, fill=True, color=_BARS)
             axes.set_ylim(0, float(heights.max()) * 1.05 or 1.0)
