@@ -27,11 +27,7 @@ from qsdk.core.planning.plan import Plan
 
 
 def outputs(sim: OnnxSim, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
-    """Yield the floating-point outputs of each batch, in order, of the simulation or of the float model.
-
-    Raises:
-        DataError: a batch that the model does not take.
-    """
+    """Yield the floating-point outputs of each batch, in order, of the simulation or of the float model."""
     session = _in_float(sim) if in_float else None
     for number, batch in enumerate(batches):
         where = f"batch {number}"
@@ -83,9 +79,6 @@ def visit_sites(
         title: of the progress bar.
         sites: to be visited; None for all that are computed.
         progress: show a progress bar.
-
-    Raises:
-        DataError: no data, or data the model does not take.
     """
     model, tensors = with_sites_as_outputs(sim.traced().model, sites)
     session = simulation_session(model, providers=sim.providers)

@@ -53,10 +53,6 @@ def check_session(
         the session against the simulation's), `outputs_max_difference`, `passed`: at most 1 LSB at every site, no NaN
         that the simulation has not, the ratios that are asked for at every float output, and something compared (else
         `reason`); with a float model `float_sqnr_db`.
-
-    Raises:
-        ModelError: the runtime cannot load the model in such a session.
-        DataError: no data, or data the model does not take.
     """
     sites_in = normalize_qdq(model)
     sim, cuts = OnnxSim.from_qdq(load(sites_in)), find_cuts(sites_in)

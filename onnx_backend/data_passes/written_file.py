@@ -100,9 +100,6 @@ def check_written(file: StagedModel, run: Run, parity: Parity, *, strict: bool) 
         run: runs the sim, or says why it cannot.
         parity: compares an opened model with the sim in such sessions, on a batch.
         strict: the file must be right there; else what is wrong is said.
-
-    Raises:
-        ExportError: the file does not load, ends the process, or computes something else.
     """
     if file.size > _MOST:
         said = f"not opened: {file.size:,} bytes, and up to {_MOST:,} are; qsdk parity {file.path.name} compares it"

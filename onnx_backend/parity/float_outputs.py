@@ -36,12 +36,7 @@ _FLOOR = MappingProxyType({"float32": 2.0**-19, "float64": 2.0**-19, "float16": 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of one output of one batch.
-
-    Attributes:
-        steps: distance of each element, in units of the error that rounding explains.
-        problem: a defect that is no distance; "" for none.
-    """
+    """The distances of one output of one batch, in units of the error that rounding explains, or what else is wrong."""
 
     steps: Array
     problem: str = ""
@@ -59,13 +54,10 @@ def free_outputs(model: ModelProto, read: set[str]) -> dict[str, str]:
 
 
 def verdict(got: Array, wanted: Array, noisy: Sequence[Array], tensor_type: str = "float32") -> Verdict:
-    """Compare an output with the simulation's.
+    """Compare an output of a file, fed with the simulation's values at the sites, with the simulation's.
 
-    Args:
-        got: of the file, fed with the simulation's values at the sites.
-        wanted: of the simulation.
-        noisy: of the file, with noise of the size of rounding in it, several times.
-        tensor_type: of the output in the file; arrays of bfloat16 come as float32.
+    `noisy` is the same output with noise of the size of rounding in the file, several times; `tensor_type` is that of
+    the file, since arrays of bfloat16 come as float32.
     """
     none = np.zeros(0)
     if got.shape != wanted.shape:
@@ -138,14 +130,7 @@ class NoisyRuns:
 def unexplained(
     runs: NoisyRuns, feeds: Mapping[str, Array], got: Mapping[str, Array], wanted: Mapping[str, Array]
 ) -> list[str]:
-    """Return the outputs of a whole model that are further off than steps at the sites and rounding bring about.
-
-    Args:
-        runs: of the model, with steps.
-        feeds: of a batch.
-        got: of the model in a runtime.
-        wanted: of the simulation.
-    """
+    """Return the outputs of a whole model in a runtime that are further off than steps and rounding bring about."""
     types = {value.name: dtype_name(value.type.tensor_type.elem_type) for value in runs.model.graph.output}
     noisy = runs.run(feeds, wanted)
     verdicts = {name: verdict(got[name], np.asarray(wanted[name]), noisy[name], types[name]) for name in runs.outputs}

@@ -76,12 +76,9 @@ class _NumberTable:
 
 
 def differences(model: ModelProto, wanted: LoweredModel, same: Mapping[str, str]) -> list[NodeDifference]:
-    """Return the nodes of a model that compute something else than the same nodes of the wanted one.
+    """Return the nodes of a file that compute something else than the same nodes of the wanted model.
 
-    Args:
-        model: as read from a file.
-        wanted: what the simulation writes.
-        same: stored tensor of the model -> its counterpart in the wanted one; their numbers are compared elsewhere.
+    The numbers of the stored tensors in `same` (by name, with their counterparts) are compared elsewhere.
     """
     numbers = _NumberTable()
     ours = _ValueNumbers(wanted.model, wanted.large)

@@ -63,12 +63,7 @@ class RunOn:
         return "codes" if self.opener else "values" if self.runtime else "reads"
 
     def open(self, model: ModelProto, *, whole: bool = True) -> Runner:
-        """Open a model, as an application does, or a part of one.
-
-        Raises:
-            ConfigError: the runtime is unknown or not installed.
-            ModelError: the runtime cannot compile the model.
-        """
+        """Open a model, as an application does, or a part of one."""
         if self.opener is not None:
             return self.opener(model)
         if self.runtime is not None:
@@ -99,14 +94,7 @@ class TeacherForced:
 
 
 class Teacher:
-    """The cut models in their runtime, one per set of sites that a batch brings.
-
-    Attributes:
-        cuts: the sites that are compared.
-        free: name -> type of the outputs that are no sites.
-        inputs: names of the model's inputs.
-        chosen: see `chosen_behind`.
-    """
+    """The cut models in their runtime, one per set of sites in a batch; `free` are the outputs that are no sites."""
 
     def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Mapping[str, str], on: RunOn) -> None:
         self.model, self.cuts, self.free, self.on = model, on.comparable(model, cuts), free, on
@@ -114,11 +102,7 @@ class Teacher:
         self.opened: dict[frozenset[str], tuple[Runner, dict[str, str], NoisyRuns]] = {}
 
     def run(self, batch: Mapping[str, Array]) -> TeacherForced:
-        """Run the cut model on the captured values of a batch.
-
-        Raises:
-            DataError: the runtime does not run it.
-        """
+        """Run the cut model on the captured values of a batch."""
         cuts = [cut for cut in self.cuts if cut.site in batch]
         if not cuts and not self.free:
             return TeacherForced({}, {}, {}, {})
@@ -159,11 +143,7 @@ class Teacher:
 
 
 def raw_inputs(batch: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
-    """Return the values of the graph inputs in a captured batch.
-
-    Raises:
-        DataError: one of them is missing.
-    """
+    """Return the values of the graph inputs in a captured batch."""
     missing = [name for name in names if name not in batch]
     if missing:
         raise DataError(f"the captures lack the graph input(s) {', '.join(missing)}; put them under their own names")

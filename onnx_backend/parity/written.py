@@ -49,11 +49,7 @@ class ExpectedModel:
     opened: ModelProto | None = None
 
     def forms_of(self, model: ModelProto) -> Iterator[LoweredModel]:
-        """Yield the sim's Q/DQ model in each form that a file may have, at its opset: that which it notes, else all.
-
-        Raises:
-            FileFormatError: the file notes a form that this version does not know.
-        """
+        """Yield the sim's Q/DQ model in each form that a file may have, at its opset: that which it notes, else all."""
         if self.opened is not None:
             yield LoweredModel(self.opened, {}, [])
         version = opset_of(model)
@@ -92,9 +88,8 @@ def _without_inputs_that_lack(model: ModelProto, wanted: LoweredModel) -> Lowere
 def compare_written(model: ModelProto, expected: ExpectedModel, tallies: dict[str, Tally]) -> int:
     """Fill the tallies with what a file stores or computes otherwise than its sim.
 
-    Returns:
-        The number of nodes that are written in another way, as by a tool that simplifies or fuses; only the sites and
-        outputs can show if they compute the same.
+    Return the number of nodes that are written in another way, as by a tool that simplifies or fuses; only the sites
+    and outputs can show if they compute the same.
     """
     found: list[NodeDifference] | None = None
     kept: dict[str, Tally] = {}

@@ -354,11 +354,7 @@ class DataWithoutCaches:
         return length_hint(self._data, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches.
-
-        Raises:
-            DataError: one brings a filled cache.
-        """
+        """Yield the batches."""
         for number, batch in enumerate(self._data):
             if isinstance(batch, tuple | list | Mapping):
                 given = as_example(batch)

@@ -215,10 +215,6 @@ def _logits_of(model: Any, options: Mapping[str, Any]) -> Iterator[Logits]:
     """Yield a function of token ids [texts, length] whose value is the logits [texts, length, vocabulary], float32.
 
     A module is in eval mode inside the block.
-
-    Raises:
-        ConfigError: the model is no module, sim or function of token ids.
-        DataError: what it returns is not the logits of every token, or not finite.
     """
     forward: Forward | None = options.get("forward")
     module = model.model if isinstance(model, QuantSim) else model
@@ -246,11 +242,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _feeds(sim: OnnxSim, ids: Tensor) -> dict[str, Any]:
-    """Return the inputs of an ONNX decoder for whole texts: ids, and what follows from them.
-
-    Raises:
-        ConfigError: it has an input besides.
-    """
+    """Return the inputs of an ONNX decoder for whole texts: ids, and what follows from them."""
     names = [sim.graph.tensors[tensor].name for tensor in sim.graph.inputs]
     texts, length = ids.shape
     known = {"attention_mask": np.ones((texts, length), np.int64)}
@@ -298,10 +290,6 @@ def texts_of(tokens: Any, tokenizer: Any = None) -> list[Tensor]:
         tokens: ids in a vector (one text), a matrix (a text per row), a list of these, or a mapping with `input_ids`
             and perhaps an `attention_mask` that is 0 at padding; with a tokenizer, a string or several.
         tokenizer: gives ids of a string: one of transformers or tokenizers, or a function.
-
-    Raises:
-        ConfigError: strings without a tokenizer, or a tokenizer that gives no ids.
-        DataError: no ids, or something else.
     """
     texts = [text for text in _texts(tokens, tokenizer) if len(text)]
     if not texts:
@@ -317,9 +305,6 @@ def windows_of(texts: Sequence[Tensor], window: int | None, stride: int | None, 
         window: tokens that the model reads at once; None for a whole text.
         stride: tokens from the beginning of a window to that of the next one; None for `window`.
         batch_size: texts or windows of one length that the model reads together.
-
-    Raises:
-        ConfigError: a size below 1 (2 for a window), or a stride beyond the window.
     """
     _require_sizes(window, stride, batch_size)
     held: list[Tensor] = []
@@ -401,11 +386,7 @@ def _unpadded(batch: Mapping[Any, Any]) -> Iterator[Tensor]:
 
 
 def _encoded(text: str, tokenizer: Any) -> Any:
-    """Return what a tokenizer makes of a string.
-
-    Raises:
-        ConfigError: there is none, or it gives no ids.
-    """
+    """Return what a tokenizer makes of a string."""
     if tokenizer is None:
         raise ConfigError("the tokens are text; give the tokenizer= of the model, or token ids")
     result = tokenizer(text) if callable(tokenizer) else tokenizer.encode(text)

@@ -91,11 +91,7 @@ def integer_findings(
 def require_integer_only(
     model: ModelProto, *, edges: str = "float", kernels: bool = False, islands: Collection[str] = ()
 ) -> None:
-    """Raise unless the model is integer-only between its edges.
-
-    Raises:
-        IntegerError: naming every offending node and tensor.
-    """
+    """Raise unless the model is integer-only between its edges."""
     findings = integer_findings(model, edges=edges, kernels=kernels, islands=islands)
     if findings:
         lines = [f"  {finding.kind} {finding.where!r}: {finding.reason}" for finding in findings]

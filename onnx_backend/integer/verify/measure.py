@@ -48,26 +48,12 @@ def measure(
     reference: bool = True,
     operations: Sequence[Operation] = (),
 ) -> dict[str, Any]:
-    """Run both models once.
+    """Run an integer-only model, with the Q/DQ model it comes from where the edges are float, and compare the outputs.
 
-    Args:
-        source: the Q/DQ model.
-        integer: the integer-only model converted from it.
-        inputs: of `integer`; with float edges also of `source`.
-        edges: `float` or `integer`.
-        reference: compare with the NumPy reference too, which knows integers only: no kernels, no float islands.
-        operations: that `integer` was made of; the certificate's row of every requantization among them gets the
-            largest magnitude of its accumulators in the reference, as `accumulator_measured`.
-
-    Returns:
-        `max_lsb`: the largest difference of an output, in steps of the output's scale (None with integer edges);
-        `differing`: the share of output elements that differ; `reference_equal`: True, since a difference between ONNX
-        Runtime and the NumPy integer reference raises, or None if they were not compared.
-
-    Raises:
-        DataError: the inputs are none that the model can compute on (an index beyond its table).
-        IntegerError: ONNX Runtime and the reference disagree, an accumulator exceeds its bound, or the Q/DQ model
-            gives NaN.
+    Return `max_lsb` (in steps of the output's scale), `differing` (the share of elements) and `reference_equal`: True,
+    since an output that is not that of the NumPy reference raises, or None without the reference, which knows integers
+    only. The certificate's row of every requantization in `operations` gets the largest magnitude of its accumulators
+    in the reference, as `accumulator_measured`; one beyond its proven bound raises too.
     """
     names = [info.name for info in integer.graph.output]
     session = simulation_session(integer)
@@ -97,11 +83,7 @@ def measure(
 
 
 def _require_equal(got: Mapping[str, Array], wanted: Mapping[str, Array], who: str, or_of: str = "") -> None:
-    """Require the same integers of both at every output.
-
-    Raises:
-        IntegerError: they differ; names the output.
-    """
+    """Require the same integers of both at every output."""
     for name, values in got.items():
         if not np.array_equal(values, wanted[name]):
             raise IntegerError(
@@ -110,11 +92,7 @@ def _require_equal(got: Mapping[str, Array], wanted: Mapping[str, Array], who: s
 
 
 def _require_numbers(outputs: Mapping[str, Array]) -> None:
-    """Require that the Q/DQ model computes no NaN, which no integer represents.
-
-    Raises:
-        IntegerError: it computes NaN.
-    """
+    """Require that the Q/DQ model computes no NaN, which no integer represents."""
     for name, values in outputs.items():
         if values.dtype.kind == "f" and np.isnan(values).any():
             raise IntegerError(
@@ -124,11 +102,7 @@ def _require_numbers(outputs: Mapping[str, Array]) -> None:
 
 
 def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mapping[str, Array]) -> None:
-    """Compare the accumulators, zero point or bias applied, with their proven bound, and note the largest.
-
-    Raises:
-        IntegerError: one is beyond the bound.
-    """
+    """Compare the accumulators, zero point or bias applied, with their proven bound, and note the largest."""
     for op in requantizations:
         terms = [np.abs(tensors[term.name].astype(np.int64) - term.zero) for term in op.value.terms]
         largest = max(int(magnitude.max(initial=0)) for magnitude in terms)
@@ -144,9 +118,6 @@ def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any]
     """Return the first batch of `data` by input name, random inputs without data.
 
     For an input that takes codes, floats are quantized first, by the scale and zero point that the model states.
-
-    Raises:
-        DataError: there is no batch, or the model does not take it.
     """
     if data is None:
         return random_inputs(integer, source, np.random.default_rng(0))
@@ -252,15 +223,8 @@ def index_bounds(model: ModelProto) -> dict[str, int]:
 def compare_runtimes(model: ModelProto, standard: ModelProto, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
     """Return the runtimes, with their versions, that give the integers of the NumPy reference, and what stopped others.
 
-    Behind float edges the codes of the inputs are given: rounding a float to its code is each runtime's own.
-
-    Args:
-        model: of the portable target.
-        standard: the same network, of the standard target.
-        inputs: of both.
-
-    Raises:
-        IntegerError: a runtime gives other integers, or the standard target has others.
+    A runtime that gives other integers raises, as does the same network of the standard target. Behind float edges the
+    codes of the inputs are given: rounding a float to its code is each runtime's own.
     """
     tensors = run_reference(model, inputs, every_tensor=True)
     names = [info.name for info in model.graph.output]

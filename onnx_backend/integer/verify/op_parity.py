@@ -28,15 +28,8 @@ def run_teacher_forced(
 ) -> list[dict[str, Any]]:
     """Compare the operations of an integer model with those of its Q/DQ model, each on the same inputs.
 
-    Args:
-        source: the Q/DQ model.
-        integer: the integer-only model converted from it, with float edges.
-        sites: name of a QuantizeLinear's output in `source` -> its codes in `integer`.
-        feeds: of both models.
-
-    Returns:
-        A row per site that exists in the integer model: `site` (the QuantizeLinear), `op_type` of the op it quantizes,
-        `max_lsb`, `differing` elements and `elements`.
+    `sites` names the codes of each QuantizeLinear's output. Return a row for each that exists in the integer model:
+    `site` (the QuantizeLinear), `op_type` of the op it quantizes, `max_lsb`, `differing` elements and `elements`.
     """
     computed = {name for node in integer.graph.node for name in node.output}
     kept = {name: codes for name, codes in sites.items() if codes.name in computed}

@@ -29,16 +29,7 @@ class Comparison:
         self._taught = _side_to_teach(left, right)
 
     def add(self, batch: Any, where: str) -> None:
-        """Run both sides on a batch and add what differs.
-
-        Args:
-            batch: of the user; None where both sides are folders.
-            where: names the batch in messages.
-
-        Raises:
-            ConfigError: nothing matches, or `names` holds an unknown name.
-            DataError: a side does not take the batch, or a dump has fewer values.
-        """
+        """Run both sides on a batch (None where both are folders) and add what differs."""
         ran = [None if isinstance(side, DumpedFolder) else side.values(batch, where) for side in self._sides]
         first = not self._matched
         if first:

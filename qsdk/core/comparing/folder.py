@@ -27,11 +27,7 @@ class DumpedFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        """List the files.
-
-        Raises:
-            FileFormatError: the folder holds no dumped tensor.
-        """
+        """List the files."""
         self.folder = folder
         samples = sorted((path for path in folder.iterdir() if _is_sample(path)), key=_number)
         self._by_sample = bool(samples)
@@ -57,11 +53,7 @@ class DumpedFolder:
         return self._files[name][0].suffix in _RAW
 
     def whole(self, name: str) -> Array:
-        """Return all that was dumped of a tensor; raw files as a row of float32.
-
-        Raises:
-            DataError: there are no values in its files, or their shapes do not fit each other.
-        """
+        """Return all that was dumped of a tensor; raw files as a row of float32."""
         raw, files = self.is_raw(name), self._files[name]
         found = self._joined(
             name, [np.fromfile(path, np.float32) if raw else read_array(path, _AGAIN) for path in files]
@@ -71,16 +63,7 @@ class DumpedFolder:
         return found
 
     def take(self, name: str, like: Array, encoding: Encoding | None) -> Array:
-        """Return the next values of a tensor, as many as the other side has.
-
-        Args:
-            name: of the tensor.
-            like: the values of the other side on the same batch.
-            encoding: of the grid that integers in the file are codes of.
-
-        Raises:
-            DataError: the files end before that, or their size fits no dtype; names the file.
-        """
+        """Return the next values of a tensor, as many as the other side has; integers are codes of its encoding."""
         left, wanted = self._read.setdefault(name, []), like.size
         while sum(part.size for part in left) < wanted:
             at = self._next.get(name, 0)
@@ -151,9 +134,6 @@ def _dtype_of_raw(path: Path, like: Array, encoding: Encoding | None) -> np.dtyp
 
     The size must be that of whole samples. Where several dtypes fit, it is the one in which the first sample is the
     most like that of the other side, in whatever order its values lie.
-
-    Raises:
-        DataError: no dtype fits the size.
     """
     held = path.read_bytes()
     sample = like.size // len(like) if like.ndim and len(like) else max(like.size, 1)

@@ -62,15 +62,9 @@ def find_layout(
 ) -> Layout | None:
     """Return how values lie beside those of the reference, or None where their shapes have nothing in common.
 
-    Known are channels last against channels first, axes of one element that are missing or added, and files without a
-    shape. Where several fit, the usual one is taken unless another leaves a hundredth of its difference.
-
-    Args:
-        reference: values of one side.
-        other: of the other side.
-        sides: the names of both, for the report.
-        flat: True where the other values have no shape of their own.
-        usual: the `moved` of other tensors of these sides.
+    Known are channels last against channels first, axes of one element that are missing or added, and `flat` files
+    without a shape. Where several fit, the usual one of these sides is taken unless another leaves a hundredth of its
+    difference.
     """
     if reference.size != other.size:
         return None
@@ -198,13 +192,7 @@ class PairOfPlaces:
         return self.layout.aligned(values, shape) if side == self.reference else self.layout.restored(values, shape)
 
     def add(self, left: Array, right: Array, own: tuple[Array, Array] | None) -> None:
-        """Add the values of a batch, all in the same axes.
-
-        Args:
-            left: of side a.
-            right: of side b.
-            own: both sides' where each is computed from the same values in front; None if no side can be taught.
-        """
+        """Add the values of a batch, and `own`: both sides' where each is computed from the same values in front."""
         self.peak = max(self.peak, float(np.abs(left[np.isfinite(left)]).max(initial=0.0)))
         grids = [place.encoding for place in self.pair]
         self.whole.add(left, right, grids)
@@ -225,10 +213,9 @@ class PairOfPlaces:
     def reason(self, tolerance: float | None, *, same_grids: bool = False) -> str:
         """Return why the places are off, in words; "" where they agree as far as is to be expected.
 
-        Args:
-            tolerance: the largest difference that counts as none, relative to the largest value; None for the criteria
-                of the module.
-            same_grids: True where a grid of its own is off as such: the sides have nearly all grids in common.
+        `tolerance` is the largest difference that counts as none, relative to the largest value, in place of the
+        criteria of the module. With `same_grids` a grid of its own is off as such: the sides have nearly all grids in
+        common.
         """
         if self.layout is None:
             return f"the shapes differ: {self.shapes[0]} against {self.shapes[1]}"

@@ -16,19 +16,11 @@ _CLEAR = 1e-2  # of the signal's power: places that differ by less are what thei
 
 
 def match(left: Sequence[Place], right: Sequence[Place], names: Mapping[str, str] | None = None) -> list[Pair]:
-    """Return the pairs of places with a common name, in the order of the left side.
+    """Return the pairs of places with a common name, in the order of the left side; those in `names` go before all.
 
     Sites come first, then names of values, paths of modules, names without regard to their spelling, functional ops by
     their number, and outputs by their position. Of several places with one name (a convolution and the batch norm that
     was folded into it) the last one counts, since it holds what the layers together compute.
-
-    Args:
-        left: places of side a, in order.
-        right: places of side b, in order.
-        names: name on side a -> name on side b, for pairs that go before all others.
-
-    Raises:
-        ConfigError: `names` holds a name that no place has, or nothing matches at all.
     """
     found: dict[str, Place] = {}
     taken: set[str] = set()

@@ -82,9 +82,6 @@ class Side(Protocol):
         Args:
             batch: of the user.
             where: names the batch in messages.
-
-        Raises:
-            DataError: a batch that the model does not take.
         """
         ...
 

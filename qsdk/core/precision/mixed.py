@@ -61,25 +61,13 @@ def search_precision(
     max_evaluations: int,
     time: TimeBudget | None,
 ) -> Report:
-    """Raise as few sites as possible to keep `metric(sim)` within `max_drop` of the float model's.
+    """Raise as few sites as possible to keep `metric(sim)` within `max_drop` of the original model's in float32.
 
-    Args:
-        sim: calibrated, of either side; it has the chosen precision afterwards.
-        config: of the sim.
-        samples: site -> sample of its float values.
-        noise: site -> power of its noise at the model's outputs, over that of the outputs; it ranks the sites.
-        metric: larger is better; called with the sim.
-        as_given: context in which stored tensors are the original model's; it yields whether verbs changed any.
-        max_drop: allowed loss of the metric against the original model with every site in float32.
-        levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
-        max_evaluations: of the metric, after which the search ends; the few that show whether a level suffices count.
-        time: a budget that limits what is raised; then the metric may be missed.
-
-    Returns:
-        One row per assignment tried, and a summary: see `qsdk.mixed_precision`.
-
-    Raises:
-        ConfigError: an unknown dtype. The sim is unchanged by any error.
+    The sim has the chosen precision afterwards, and is unchanged by an error. `noise` (of each site at the outputs,
+    over their power) ranks the sites; `as_given` is a context in which stored tensors are the original model's, and
+    yields whether verbs changed any; `levels` are the dtypes that a site may be raised to, the cheapest first. The
+    search ends after `max_evaluations` of the metric, and the time may limit what is raised. See `qsdk.mixed_precision`
+    for the report.
     """
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
@@ -113,11 +101,7 @@ def search_precision(
 
 
 def require_metric(metric: Any) -> None:
-    """Raise an error for a metric that is no function.
-
-    Raises:
-        ConfigError: shows one.
-    """
+    """Raise an error for a metric that is no function."""
     if not callable(metric):
         raise ConfigError(
             f"metric={metric!r} is no function; give one of the sim whose value is a number, larger being better: "
@@ -126,11 +110,7 @@ def require_metric(metric: Any) -> None:
 
 
 def metric_value(metric: Any) -> float:
-    """Return what a metric has returned, as a number, which is logged.
-
-    Raises:
-        ConfigError: it is none, or NaN.
-    """
+    """Return what a metric has returned, as a number, which is logged."""
     try:
         value = float(metric)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -144,11 +124,7 @@ def metric_value(metric: Any) -> float:
 
 
 def require_budget(metric: Any, max_drop: Any) -> None:
-    """Raise an error for a metric that is no function, or a budget that is no number.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Raise an error for a metric that is no function, or a budget that is no number."""
     require_metric(metric)
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float | np.number) or not max_drop >= 0.0:
         raise ConfigError(
@@ -160,9 +136,7 @@ def require_budget(metric: Any, max_drop: Any) -> None:
 def budget_remark(max_drop: float, references: Mapping[str, float]) -> dict[str, str]:
     """Return what to say of a budget that lets a metric fall to 0, as an entry of the summary; nothing of inf.
 
-    Args:
-        max_drop: the budget.
-        references: `reference`, the metric in float; one below 0, such as an error turned round, has no 0 to fall to.
+    A `reference` (the metric in float) below 0, such as an error turned round, has no 0 to fall to.
     """
     reference = references["reference"]
     if not 0.0 < reference <= max_drop or np.isinf(max_drop):

@@ -137,11 +137,7 @@ class TimeBudget:
     times: dict[Assignment, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the budget.
-
-        Raises:
-            ConfigError: it is no positive number.
-        """
+        """Check the budget."""
         given = self.max_ms
         if isinstance(given, bool) or not isinstance(given, int | float | np.number) or not given > 0.0:
             raise ConfigError(f"max_ms={given!r} is no budget; give the milliseconds of one run, a number above 0")

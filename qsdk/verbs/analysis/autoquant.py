@@ -482,10 +482,6 @@ def _lower_weights(
     """Give 4 bits to the weights of 8 that matter least at the outputs, until the file of `size` bytes fits.
 
     Returns the sites, and the rows of `sensitivity` that they were chosen by.
-
-    Raises:
-        ConfigError: it does not fit even if all of them have 4 bits, which is said with its size; or the sim was opened
-            from a Q/DQ file.
     """
     if sim.config is None:
         raise ConfigError("a Q/DQ file has its own weights; give the float model, so that fewer bits can be chosen")

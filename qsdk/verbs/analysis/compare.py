@@ -114,11 +114,7 @@ def _batches(
 
 
 def _side(given: Any, name: str, forward: Forward | None) -> Side | DumpedFolder:
-    """Return a side of the comparison.
-
-    Raises:
-        ConfigError: it is nothing that can be compared.
-    """
+    """Return a side of the comparison."""
     if isinstance(given, QuantSim | nn.Module):
         return ModuleValues(given, forward)
     if isinstance(given, OnnxSim):
@@ -134,11 +130,7 @@ def _side(given: Any, name: str, forward: Forward | None) -> Side | DumpedFolder
 
 
 def _feed_alike(sides: tuple[Side | DumpedFolder, Side | DumpedFolder], forward: Forward | None) -> None:
-    """Feed an ONNX model with the arguments with which the user's `forward` calls the module beside it.
-
-    Raises:
-        ConfigError: `forward` is given, and no side is a module.
-    """
+    """Feed an ONNX model with the arguments with which the user's `forward` calls the module beside it."""
     modules = [side for side in sides if isinstance(side, ModuleValues)]
     if not modules:
         require_no_forward(forward)

@@ -231,8 +231,7 @@ def noise_of_layers(
 class OutputWeights:
     """What the power of each output counts for: each output as much as another one, whatever its unit.
 
-    Attributes:
-        values: of each output; 0 for one that has been 0 in every batch so far.
+    The value of an output that has been 0 in every batch so far is 0.
     """
 
     values: list[float] = field(default_factory=list)
@@ -272,10 +271,6 @@ def estimate_noise(sim: Sim, data: Iterable[Any], run: Run) -> tuple[OutputNoise
     """Return the noise of every site to first order, the sites whose noise no gradient shows, and some rows used.
 
     None where the model has no gradients.
-
-    Raises:
-        CalibrationError: the sim is not calibrated.
-        DataError: no data, or data that the model does not take.
     """
     door, noise, weights = door_of(sim), OutputNoise(), OutputWeights()
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
@@ -363,9 +358,6 @@ def measure_noise(
     """Return the noise of each layer, measured with it alone quantized: one pass over the data for each.
 
     With `reverse` also with all but the layer quantized. An estimate that is `known` is filled in, in its own units.
-
-    Raises:
-        DataError: no data, or data that the model does not take.
     """
     door, weights = door_of(sim), OutputWeights()
     batches = [batch for _, batch in _batches(data, progress=False)]
@@ -393,11 +385,7 @@ def measure_noise(
 
 
 def _batches(data: Iterable[Any], progress: bool) -> Iterator[tuple[int, Any]]:
-    """Yield numbered batches, with a progress bar.
-
-    Raises:
-        DataError: there is none, or the data is no iterable of batches.
-    """
+    """Yield numbered batches, with a progress bar."""
     if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
         raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; wrap one batch in a list")
     number = -1

@@ -154,11 +154,7 @@ def _counted(metric: Callable[[Any], float], most: int, progress: bool) -> Itera
 
 
 def _stopwatch(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> Callable[[], float]:
-    """Return a function that measures the milliseconds of a sim as it is then.
-
-    Raises:
-        ConfigError: the runtime is unknown, or only emulated.
-    """
+    """Return a function that measures the milliseconds of a sim as it is then."""
     if callable(runtime):
         return partial(runtime, sim)
     timed_runtime(runtime)

@@ -119,15 +119,7 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
-    """Return the model that an application runs: the file, or what is exported of a sim.
-
-    Args:
-        source: a path, an onnx model or a calibrated sim.
-        runtime: that it is exported for.
-
-    Raises:
-        CalibrationError: the sim is not calibrated.
-    """
+    """Return the model that an application runs: the file, or what is exported of a calibrated sim for a runtime."""
     if isinstance(source, str | os.PathLike | ModelProto):
         return model_io.load(source)
     return exported(source, registry.timed_runtime(runtime).name)[0]

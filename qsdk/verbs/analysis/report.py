@@ -111,11 +111,7 @@ def report(
 
 
 def _drawing() -> Any:
-    """Return the module that draws.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return the module that draws."""
     try:
         return import_module(_DRAWING)
     except ModuleNotFoundError as error:
@@ -127,12 +123,7 @@ def _drawing() -> Any:
 def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
     """Return the sim of an ONNX file as it is: with the encodings that it holds, and the rest as float by a rule.
 
-    Args:
-        model: as loaded from the source; it is changed.
-        source: the path of the file, which may have an encodings file beside it, or a model.
-
-    Raises:
-        FileFormatError: it is invalid, or its encodings file belongs to another one.
+    The loaded model is changed; `source` may be a path with an encodings file beside it.
     """
     sim = open_with_config(with_pairs(model), source, w8a8().skip("*", optional=True))
     state, encodings = sim.snapshot(), sim.encodings
@@ -216,11 +207,7 @@ def _how(sensitivity: Report) -> str:
 
 
 def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:
-    """Return the SQNR of a sim's outputs against those of another model in float.
-
-    Raises:
-        ModelError: the two models have other outputs.
-    """
+    """Return the SQNR of a sim's outputs against those of another model in float."""
     weights, noise, signal = OutputWeights(), 0.0, 0.0
     ours = door_of(sim).outputs(data, None, in_float=False)
     for left, right in zip(ours, door_of(in_float).outputs(data, None, in_float=True), strict=True):

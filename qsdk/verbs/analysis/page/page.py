@@ -31,12 +31,7 @@ Held = tuple[str, SiteFacts | None]
 
 
 def page(models: Sequence[ModelFacts], artist: Any) -> str:
-    """Return the document, which loads nothing else.
-
-    Args:
-        models: one, or two to be shown beside each other.
-        artist: draws the pictures.
-    """
+    """Return the document, which loads nothing else, of one model or of two beside each other."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"decibels": _decibels, "number": _number, "percent": _percent, "size": _size}
     environment.filters["cells"] = lambda row: list(row.values())

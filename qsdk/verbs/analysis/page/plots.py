@@ -51,11 +51,7 @@ class Artist:
     ) -> str:
         """Return the histogram of values, with the range of their encoding and, if it is coarse, its grid.
 
-        Args:
-            values: to be counted.
-            encoding: of the values.
-            label: in words.
-            beside: all that stand beside each other, these among them: their axes are the same.
+        The axes are the same for all that stand `beside` each other, these among them.
         """
         with rc_context(_SETTINGS):
             figure, axes = _figure(*_SMALL)
@@ -75,13 +71,7 @@ class Artist:
             return self._svg(figure, label)
 
     def scales(self, encoding: Encoding, label: str, *, beside: Sequence[Encoding]) -> str:
-        """Return the scales of an encoding per channel or block, from the first to the last.
-
-        Args:
-            encoding: whose scales.
-            label: in words.
-            beside: all that stand beside each other, this one among them: their heights compare.
-        """
+        """Return the scales of an encoding per channel or block, in order, on the axis of those beside."""
         flat = encoding.scale.reshape(-1).astype(np.float64)
         step = -(-flat.size // _MOST_SCALES)
         shown = np.array([flat[i : i + step].max() for i in range(0, flat.size, step)])
@@ -99,12 +89,7 @@ class Artist:
             return self._svg(figure, label)
 
     def sizes(self, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], colours: Mapping[str, str]) -> str:
-        """Return stacked bars, one for each model.
-
-        Args:
-            rows: name of the model, and (dtype, kilobytes) from left to right.
-            colours: CSS variable of each dtype.
-        """
+        """Return stacked bars, one for each model: its name, and (dtype, kilobytes) from left to right."""
         stand_ins = {dtype: f"#0000{number + 0xB0:02x}" for number, dtype in enumerate(colours)}
         with rc_context(_SETTINGS):
             figure, axes = _figure(4.6, 0.34 + 0.24 * len(rows), left=0.75)
