@@ -420,11 +420,16 @@ def _of_array(values: Array) -> _Column:
 
 
 _DIGIT = 9
-_MISSING = 4
 
 
 def divided(a: Arithmetic, left: Number, right: Number) -> Number:
-    """Write `left // right` for a left side that is not negative and a right side above 0.
+    """Write `left // right` for a left side that is not negative and a right side above 0, nine bits at a time.
+
+    The divisor is shifted left until its highest part has its top bit. A table of reciprocals of that part then gives
+    the next bits of the quotient from the highest part of the remainder (Knuth, The Art of Computer Programming, volume
+    2, 4.3.1), never too many: it takes the part as one more, and drops all lower ones. With a remainder below twice the
+    divisor these errors are below 3/8, and the floor's below 1, so that the bits are one too few at most and the next
+    remainder is below twice the divisor again. The last one is compared with the divisor.
 
     Raises:
         Refused: the bounds are not of that kind.
@@ -441,7 +446,7 @@ def divided(a: Arithmetic, left: Number, right: Number) -> Number:
     tops = a.cut(divisor, count)[-1].what
     table = np.asarray([(1 << (2 * PART - 1)) // (i + 1) for i in range(1 << PART)])
     inverse = a.b.node("Gather", [a.int32(table), str(tops)])
-    limit = _MISSING << (PART * count)
+    limit = 2 << (PART * count)
     rest = _within(a.shifted_right(dividend, _DIGIT * steps), 0, divisor.hi)
     found = constant(np.asarray(0))
     for step in range(steps - 1, -1, -1):
@@ -451,12 +456,8 @@ def divided(a: Arithmetic, left: Number, right: Number) -> Number:
         rest = _within(a.add(raised, a.multiply(estimate, divisor), sign=-1), 0, limit - 1)
         found = a.add(a.multiply(found, constant(np.asarray(1 << _DIGIT))), estimate)
         found = _within(found, 0, quotient[1] >> (_DIGIT * step))
-    for _ in range(_MISSING - 1):
-        less = a.add(rest, divisor, sign=-1)
-        negative = a.b.cast(a.negative(less), TensorProto.INT32)
-        taken = Number((a.b.node("Sub", [a.int32(1), negative]),), 0, 1)
-        rest = _within(a.add(rest, a.multiply(taken, divisor), sign=-1), 0, limit - 1)
-        found = a.add(found, taken)
+    negative = a.b.cast(a.negative(a.add(rest, divisor, sign=-1)), TensorProto.INT32)
+    found = a.add(found, Number((a.b.node("Sub", [a.int32(1), negative]),), 0, 1))
     return _within(found, *quotient)
 
 
@@ -477,7 +478,7 @@ def divided_by_powers(a: Arithmetic, left: Number, right: Number) -> Number:
 def _estimate(a: Arithmetic, rest: Number, inverse: str, count: int) -> Number:
     """Write the next bits of the quotient: the remainder's highest part times the reciprocal of the divisor's."""
     top = a.flat(a.shifted_right(rest, PART * (count - 1)))
-    product = Number((a.b.node("Mul", [top, inverse]),), 0, (_MISSING << PART) << PART)
+    product = Number((a.b.node("Mul", [top, inverse]),), 0, (2 << PART) << PART)
     return a.shifted_right(_within(product, 0, (1 << 31) - 1), 2 * PART - 1 - _DIGIT)
 
 

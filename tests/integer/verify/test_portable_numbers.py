@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.portable.numbers import Arithmetic, Number, constant, divided_by_powers
+from onnx_backend.integer.portable.numbers import Arithmetic, Number, constant, divided, divided_by_powers
 from onnx_backend.integer.reference.run import run_reference
 
 COUNT = 40
@@ -132,3 +132,27 @@ def test_a_shift_of_what_a_float32_division_takes_is_one_node(value, nodes):
     chain = Chain(0)
     chain.arithmetic.shifted_right(Number(("x0",), 0, value), 8)
     assert len(chain.b.nodes) == nodes
+
+
+@pytest.mark.parametrize("most", [1 << 14, (1 << 28) - 1, (1 << 31) - 1])
+def test_quotients_of_numbers_are_exact(most):
+    """Remainders of 0, 1 and one less than the divisor, which is next to a place where its highest part changes."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, most.bit_length(), 3000)
+    near = rng.choice([0, 1, -1, (1 << 13) - 1], 3000) << np.maximum(sizes - 14, 0)
+    right = np.clip((1 << sizes) + near + rng.integers(-1, 2, 3000), 1, most)
+    top = (1 << 31) - 1
+    left = top // right - rng.choice([0, 1, 2], 3000) * (rng.random(3000) < 0.5) >> rng.integers(0, 20, 3000)
+    left = np.clip(left * right + rng.choice([0, 1, -1], 3000) % right, 0, top)
+    b = Builder([], "half_up")
+    b.label = "quotient"
+    arithmetic = Arithmetic(b)
+    name = arithmetic.flat(divided(arithmetic, Number(("x",), 0, top), Number(("y",), 1, most)))
+    *edges, output = (helper.make_tensor_value_info(n, TensorProto.INT32, None) for n in ("x", "y", name))
+    model = helper.make_model(
+        helper.make_graph(b.nodes, "quotient", edges, [output], b.initializers),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    found = run_reference(model, {"x": left.astype(np.int32), "y": right.astype(np.int32)})[name]
+    np.testing.assert_array_equal(found, left // right)
