@@ -109,22 +109,22 @@ def convert(
     used = KernelChoice(signed=not products_saturate()) if target == "onnxruntime" else None
     source = inliner.inline_local_functions(model) if model.functions else model
     opset = _opset(source)
-    builder = Builder(_reserved(source), rounding)
-    context = lowering_context(source, builder, edges, composes=used is None)
+    reserved = [info.name for info in (*source.graph.input, *source.graph.output)]
+    context = lowering_context(source, reserved, rounding, edges, composes=used is None)
     islands = Islands(allow_float)
     values, refusals = walk(source, context, islands)
     outputs = _leave(source, context, values, refusals)
     if refusals:
         raise IntegerError(_message(refusals, source, target))
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
-    operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
+    operations = tuple(live(context.nodes, {info.name for info in source.graph.output}))
     integer = _assembled(source, context, outputs, opset, used, target)
     require_integer_only(integer, edges=edges, kernels=used is not None, islands=context.floats)
     options = {"target": target, "edges": edges, "rounding": rounding}
     if used is not None:
         options["weights"] = "signed" if used.signed else "unsigned"
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
-    report, constants = _report(integer, certificate, edges), tuple(builder.initializers)
+    report, constants = _report(integer, certificate, edges), tuple(context.initializers)
     known = origins(source.graph.node)
     return IntegerResult(integer, certificate, report, context.sites, operations, constants, known)
 
@@ -148,10 +148,6 @@ def _require_options(target: str, edges: str, rounding: str, allow_float: Sequen
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:
         raise ConfigError(f"rounding={rounding!r} is unknown; choose one of {', '.join(ROUNDINGS)}")
-
-
-def _reserved(model: ModelProto) -> list[str]:
-    return [info.name for info in (*model.graph.input, *model.graph.output)]
 
 
 def _leave(
@@ -239,13 +235,13 @@ def _assembled(
                 metadata[f"qsdk.{kind}.{info.name}.dtype"] = kept
                 metadata[f"qsdk.{kind}.{info.name}.scale"] = repr(scale)
                 metadata[f"qsdk.{kind}.{info.name}.zero_point"] = str(point)
-    ctx.builder.shapes = {codes.name: ctx.shapes[site] for site, codes in ctx.sites.items() if site in ctx.shapes}
+    ctx.code_shapes = {codes.name: ctx.shapes[site] for site, codes in ctx.sites.items() if site in ctx.shapes}
     exact: set[str] = set()
-    bounds = proven_bounds(ctx.builder) if portable else {}
+    bounds = proven_bounds(ctx) if portable else {}
     results = {info.name for info in graph.output}
-    graph.node.extend(expand(ctx.builder, results, kernels, portable=exact if portable else None))
+    graph.node.extend(expand(ctx, results, kernels, portable=exact if portable else None))
     used = {name for node in graph.node for name in node.input}
-    graph.initializer.extend(tensor for tensor in ctx.builder.initializers if tensor.name in used)
+    graph.initializer.extend(tensor for tensor in ctx.initializers if tensor.name in used)
     written = max(opset, _WRITTEN_OPSET)
     imports = [helper.make_opsetid("", written)]
     foreign = [name for node in graph.node if node.domain for name in node.output]
@@ -259,7 +255,7 @@ def _assembled(
     assembled.producer_name = "qsdk"
     helper.set_model_props(assembled, metadata)
     if portable:
-        _rewrite(assembled, ctx.builder, exact, bounds, model)
+        _rewrite(assembled, ctx, exact, bounds, model)
     return assembled
 
 
@@ -308,9 +304,9 @@ def _certificate(
         "source_sha256": hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest(),
         "model_sha256": hashlib.sha256(integer.SerializeToString(deterministic=True)).hexdigest(),
         **edge,
-        "assumed": sorted(set(ctx.builder.assumed)),
+        "assumed": sorted(set(ctx.assumed)),
         "undefined": dict(ctx.undefined),
-        "requantizations": ctx.builder.certificate,
+        "requantizations": ctx.certificate,
     }
 
 

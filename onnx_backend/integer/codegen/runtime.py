@@ -45,7 +45,7 @@ def in_blocks(b: Builder, maker: Accumulation) -> Accumulation:
 
     The weights that a kernel of whole blocks has beside the given ones are 0, so the sums are the same.
     """
-    sizes, attrs, weight = b.shapes.get(maker.codes), maker.attributes, maker.weight
+    sizes, attrs, weight = b.code_shapes.get(maker.codes), maker.attributes, maker.weight
     if weight.ndim != _RANK or weight.shape[1] > _FEW or not sizes or None in sizes[2:]:
         return maker
     plain = attrs.get("group", 1) == 1 and list(attrs.get("dilations", [1, 1])) == [1, 1]
@@ -94,7 +94,7 @@ def _spread(weight: Array, pads: tuple[int, int], blocks: tuple[int, int]) -> Ar
 
 def repeat(b: Builder, node: NodeProto) -> bool:
     """Write a Resize that repeats every position as Concats of whole rows of channels; False for any other node."""
-    given = b.shapes.get(node.input[0]) if node.op_type == "Resize" and len(node.input) == _RANK else None
+    given = b.code_shapes.get(node.input[0]) if node.op_type == "Resize" and len(node.input) == _RANK else None
     stored = [tensor for tensor in b.initializers if given is not None and tensor.name == node.input[3]]
     if given is None or len(given) != _RANK or not stored or None in given:
         return False

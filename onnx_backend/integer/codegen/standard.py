@@ -95,7 +95,7 @@ def look_up(b: Builder, op: Table) -> None:
 
 def _rows(b: Builder, op: Table) -> int:
     """Return the number of equal rows that a table's codes are split into, so that threads can share the work."""
-    sizes = b.shapes.get(op.result, ())
+    sizes = b.code_shapes.get(op.result, ())
     known = math.prod(size for size in sizes if size is not None)
     if op.table.size > 256 or known < _WORTH_SHARING or 0 in sizes:
         return 1

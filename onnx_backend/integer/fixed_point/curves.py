@@ -19,16 +19,12 @@ from onnx import NodeProto, TensorProto
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     clipped_integers,
-    constant64,
     fits_int32,
     gather_table,
-    int64,
     int64_value,
     narrow_to,
-    reach,
     require_unmasked,
     single_scale,
-    spread,
 )
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext
@@ -113,7 +109,7 @@ def bent(ctx: LoweringContext, value: FixedPoint, function: Callable[[Array], Ar
     wide = segment_bits(last - first, size, curve)
     first = first >> wide << wide  # so that 0 is an entry
     count = max(-((first - last) >> wide), 1)
-    top = reach(value) * size * max(curve.slope, 1.0) + 2.0 + curve.reach
+    top = value.reach * size * max(curve.slope, 1.0) + 2.0 + curve.reach
     unit = math.ldexp(size, math.ceil(math.log2(top / size)) - (ROOM - 3 - wide))
     xs = sign * (first + (np.arange(count + 1, dtype=np.float64) * 2.0**wide)) * size
     knots = np.rint(np.asarray(function(xs), np.float64) / unit)
@@ -125,7 +121,7 @@ def bent(ctx: LoweringContext, value: FixedPoint, function: Callable[[Array], Ar
     if not np.all(np.isfinite(knots)):
         raise Refused("it is not finite within its range", "clip its input")
     name, lo, hi = _chords(ctx, value, knots.astype(np.int64), (first, wide, count))
-    error = (h * h / 8 * curve.bend + 4.0 * curve.tail + curve.slope * spread(value) * size) / unit + 2.0
+    error = (h * h / 8 * curve.bend + 4.0 * curve.tail + curve.slope * value.spread * size) / unit + 2.0
     error += top / unit * 16 * ULP  # of the places and of the function there, in float64
     return FixedPoint(name, np.asarray(math.ldexp(unit, -wide)), lo, hi, error=math.ldexp(error, wide))
 
@@ -142,17 +138,17 @@ def segment_bits(span: int, size: float, curve: Curve) -> int:
 def _chords(ctx: LoweringContext, value: FixedPoint, knots: Array, place: tuple[int, int, int]) -> tuple[str, int, int]:
     """Write `knots[i] * 2**wide + (knots[i + 1] - knots[i]) * f` with the value's place `first + i * 2**wide + f`."""
     first, wide, count = place
-    b, name = ctx.builder, int64(ctx, value)
+    name = ctx.int64(value)
     lift = max(0, -((value.lo - first) >> wide))  # uint64 has the only right shift
-    offset = b.node("Sub", [name, constant64(ctx, first)]) if first else name
-    raised = b.node("Add", [offset, constant64(ctx, lift << wide)]) if lift else offset
-    unsigned = b.node("BitShift", [b.cast(raised, TensorProto.UINT64), b.constant(wide, np.uint64)], direction="RIGHT")
+    offset = ctx.node("Sub", [name, ctx.constant64(first)]) if first else name
+    raised = ctx.node("Add", [offset, ctx.constant64(lift << wide)]) if lift else offset
+    unsigned = ctx.shifted_right(ctx.cast(raised, TensorProto.UINT64), wide)
     ends = [((bound - first) >> wide) + lift for bound in (value.lo, value.hi)]
     index, high = _places(ctx, unsigned, (ends[0], ends[1]), lift, count)
     base = gather_table(ctx, knots[:-1] << wide, index, name, np.int64)
     slope = gather_table(ctx, np.diff(knots), index, name, np.int64)
-    rest = b.node("Sub", [offset, b.node("Mul", [high, constant64(ctx, 1 << wide)])])
-    found = b.node("Add", [base, b.node("Mul", [slope, rest])])
+    rest = ctx.node("Sub", [offset, ctx.node("Mul", [high, ctx.constant64(1 << wide)])])
+    found = ctx.node("Add", [base, ctx.node("Mul", [slope, rest])])
     corners = [int(knot) << wide for knot in (knots.min(), knots.max())]
     for i, bound in ((0, value.lo), (count - 1, value.hi)):
         corners.append((int(knots[i]) << wide) + int(knots[i + 1] - knots[i]) * (bound - first - (i << wide)))
@@ -161,14 +157,14 @@ def _chords(ctx: LoweringContext, value: FixedPoint, knots: Array, place: tuple[
 
 def _places(ctx: LoweringContext, unsigned: str, ends: tuple[int, int], lift: int, count: int) -> tuple[str, str]:
     """Write places less their lift within 0..count-1, as int32 and as int64: in int32 where they fit, one Clip."""
-    b, narrow = ctx.builder, fits_int32(*ends)
-    name = b.cast(unsigned, TensorProto.INT32 if narrow else TensorProto.INT64)
+    narrow = fits_int32(*ends)
+    name = ctx.cast(unsigned, TensorProto.INT32 if narrow else TensorProto.INT64)
     clipped = clipped_integers(ctx, FixedPoint(name, np.ones(()), *ends, narrow=narrow), lift, lift + count - 1)
-    index = clipped.name if narrow else b.cast(clipped.name, TensorProto.INT32)
-    index = b.node("Sub", [index, b.constant(lift, np.int32)]) if lift else index
+    index = clipped.name if narrow else ctx.cast(clipped.name, TensorProto.INT32)
+    index = ctx.node("Sub", [index, ctx.constant(lift, np.int32)]) if lift else index
     if narrow:
-        return index, b.cast(index, TensorProto.INT64)
-    return index, b.node("Sub", [clipped.name, constant64(ctx, lift)]) if lift else clipped.name
+        return index, ctx.cast(index, TensorProto.INT64)
+    return index, ctx.node("Sub", [clipped.name, ctx.constant64(lift)]) if lift else clipped.name
 
 
 _TURN = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")
@@ -189,16 +185,15 @@ def turned(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def _looked_up(ctx: LoweringContext, value: FixedPoint, ahead: float) -> FixedPoint:
-    b = ctx.builder
     phase, digits = _phase(ctx, value, ahead)
-    index = b.cast(b.node("BitShift", [phase, b.constant(_REST, np.uint64)], direction="RIGHT"), TensorProto.INT32)
-    rest = b.cast(b.node("BitwiseAnd", [phase, b.constant((1 << _REST) - 1, np.uint64)]), TensorProto.INT64)
+    index = ctx.cast(ctx.shifted_right(phase, _REST), TensorProto.INT32)
+    rest = ctx.cast(ctx.node("BitwiseAnd", [phase, ctx.constant((1 << _REST) - 1, np.uint64)]), TensorProto.INT64)
     knots = np.rint(np.sin(2 * np.pi * np.arange((1 << _INDEX) + 1) / (1 << _INDEX)) / _UNIT).astype(np.int64)
     base = gather_table(ctx, knots[:-1] << _REST, index, phase, np.int64)
     slope = gather_table(ctx, np.diff(knots), index, phase, np.int64)
-    name = b.node("Add", [base, b.node("Mul", [slope, rest])])
+    name = ctx.node("Add", [base, ctx.node("Mul", [slope, rest])])
     turns = (digits * 2.0 ** (_DIGIT - 1) + 1) * 2.0**-_FRACTION  # every fraction is rounded
-    error = 2 * math.pi * turns + spread(value) * float(np.abs(value.scale).max())
+    error = 2 * math.pi * turns + value.spread * float(np.abs(value.scale).max())
     error += (2 * math.pi / (1 << _INDEX)) ** 2 / 8 + 2 * _UNIT
     top, scale = round(1 / _UNIT) << _REST, math.ldexp(_UNIT, -_REST)
     return int64_value(name, scale, -top, top, error=error / scale)
@@ -206,24 +201,23 @@ def _looked_up(ctx: LoweringContext, value: FixedPoint, ahead: float) -> FixedPo
 
 def _phase(ctx: LoweringContext, value: FixedPoint, ahead: float) -> tuple[str, int]:
     """Write the fraction of a turn that an angle and `ahead` make, in `_FRACTION` bits of uint64; return its digits."""
-    b = ctx.builder
-    name = int64(ctx, value)
+    name = ctx.int64(value)
     if value.lo:
-        name = b.node("Sub", [name, constant64(ctx, value.lo)])
-    name = b.cast(name, TensorProto.UINT64)
+        name = ctx.node("Sub", [name, ctx.constant64(value.lo)])
+    name = ctx.cast(name, TensorProto.UINT64)
     digits = max(-(-(value.hi - value.lo).bit_length() // _DIGIT), 1)
     scale, constant = np.broadcast_arrays(value.scale, value.constant)
     start = [Fraction(float(c)) + value.lo * Fraction(float(s)) for s, c in zip(scale.flat, constant.flat, strict=True)]
-    total = b.constant(_fractions([turn + Fraction(ahead) * _TURN for turn in start], scale.shape), np.uint64)
+    total = ctx.constant(_fractions([turn + Fraction(ahead) * _TURN for turn in start], scale.shape), np.uint64)
     for digit in range(digits):
         unit = _fractions([Fraction(float(s)) * (1 << _DIGIT * digit) for s in scale.flat], scale.shape)
         part = name
         if digit:
-            part = b.node("BitShift", [part, b.constant(_DIGIT * digit, np.uint64)], direction="RIGHT")
+            part = ctx.shifted_right(part, _DIGIT * digit)
         if digit < digits - 1:
-            part = b.node("BitwiseAnd", [part, b.constant((1 << _DIGIT) - 1, np.uint64)])
-        total = b.node("Add", [b.node("Mul", [part, b.constant(unit, np.uint64)]), total])
-    return b.node("BitwiseAnd", [total, b.constant((1 << _FRACTION) - 1, np.uint64)]), digits
+            part = ctx.node("BitwiseAnd", [part, ctx.constant((1 << _DIGIT) - 1, np.uint64)])
+        total = ctx.node("Add", [ctx.node("Mul", [part, ctx.constant(unit, np.uint64)]), total])
+    return ctx.node("BitwiseAnd", [total, ctx.constant((1 << _FRACTION) - 1, np.uint64)]), digits
 
 
 def _fractions(angles: list[Fraction], shape: tuple[int, ...]) -> Array:

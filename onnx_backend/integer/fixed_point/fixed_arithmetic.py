@@ -26,21 +26,6 @@ _INT32 = (1 << 31) - 1
 GUARD = 24
 
 
-def reach(value: FixedPoint) -> int:
-    """Return the largest magnitude of the integers."""
-    return max(abs(value.lo), abs(value.hi))
-
-
-def bits(value: FixedPoint) -> int:
-    """Return the number of bits of the largest magnitude of the integers."""
-    return reach(value).bit_length()
-
-
-def spread(value: FixedPoint) -> float:
-    """Return the largest error of the integers, in their own unit."""
-    return value.error + value.relative * reach(value)
-
-
 def error_of_exponential(off: float) -> float:
     """Return the relative error of an exponential whose argument may be off by so much.
 
@@ -55,11 +40,6 @@ def error_of_exponential(off: float) -> float:
     return math.expm1(off)
 
 
-def inexact(value: FixedPoint) -> bool:
-    """Return True if the integers themselves have an error: below 2**-16 of one it comes from rounded scales alone."""
-    return spread(value) > 2.0**-16
-
-
 def fits_int32(lo: int, hi: int) -> bool:
     """Return True if bounds fit in int32, with a little room for a rounding constant."""
     return lo >= -_INT32 and hi <= _INT32
@@ -70,17 +50,6 @@ def int64_value(
 ) -> FixedPoint:
     """Return an int64 tensor as a value."""
     return FixedPoint(name, np.asarray(scale, np.float64), lo, hi, error=error, relative=relative)
-
-
-def int64(ctx: LoweringContext, value: FixedPoint) -> str:
-    """Return the name of the integers as int64."""
-    ctx.builder.proven.setdefault(value.name, (value.lo, value.hi))
-    return ctx.builder.cast(value.name, TensorProto.INT64) if value.narrow else value.name
-
-
-def constant64(ctx: LoweringContext, array: Array | int) -> str:
-    """Return the name of an int64 constant."""
-    return ctx.builder.constant(array, np.int64)
 
 
 def require_unmasked(value: FixedPoint) -> FixedPoint:
@@ -107,40 +76,39 @@ def rounding_shift(
     Returns:
         the tensor in dtype `to`, and the number it is too large by (0 unless `keep_lift`).
     """
-    b = ctx.builder
     lift = max(0, -(lo >> shift))  # uint64 has the only right shift, so the tensor is made non-negative first
-    biased = b.node("Add", [name, constant64(ctx, (lift << shift) + (1 << (shift - 1)))])
-    unsigned = b.cast(biased, TensorProto.UINT64)
-    shifted = b.node("BitShift", [unsigned, b.constant(shift, np.uint64)], direction="RIGHT")
-    signed = b.cast(shifted, to)
+    biased = ctx.node("Add", [name, ctx.constant64((lift << shift) + (1 << (shift - 1)))])
+    unsigned = ctx.cast(biased, TensorProto.UINT64)
+    shifted = ctx.shifted_right(unsigned, shift)
+    signed = ctx.cast(shifted, to)
     if not lift or keep_lift:
         return signed, lift
     dtype = np.int32 if to == TensorProto.INT32 else np.int64
-    return b.node("Sub", [signed, b.constant(lift, dtype)]), 0
+    return ctx.node("Sub", [signed, ctx.constant(lift, dtype)]), 0
 
 
 def narrow_to(ctx: LoweringContext, value: FixedPoint, most: int) -> FixedPoint:
     """Reduce the integers to at most `most` bits by a rounding shift, to int32 where they then fit."""
-    excess = bits(value) - most
+    excess = value.bits - most
     if excess <= 0:
         return value
     lo, hi = (round_half_up(bound, excess) for bound in (value.lo, value.hi))
     narrow = fits_int32(lo, hi)
     small = fits_int32(lo, hi - 2 * min(lo, 0))  # also before the lift is taken off again
     to = TensorProto.INT32 if small else TensorProto.INT64
-    name, _ = rounding_shift(ctx, int64(ctx, value), value.lo, excess, to)
+    name, _ = rounding_shift(ctx, ctx.int64(value), value.lo, excess, to)
     if narrow and not small:
-        name = ctx.builder.cast(name, TensorProto.INT32)
+        name = ctx.cast(name, TensorProto.INT32)
     error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
     return replace(value, name=name, scale=np.ldexp(value.scale, excess), lo=lo, hi=hi, error=error, narrow=narrow)
 
 
 def fit_to(ctx: LoweringContext, value: FixedPoint, most: int) -> FixedPoint:
     """Reduce the integers to at most `most` bits: those that only a type bounds saturate, all others are shifted."""
-    if not value.typed or bits(value) <= most:
+    if not value.typed or value.bits <= most:
         return narrow_to(ctx, value, most)
     top = (1 << most) - 1
-    ctx.builder.assumed.append(f"{ctx.builder.label}: integers beyond {top} saturate")
+    ctx.assumed.append(f"{ctx.label}: integers beyond {top} saturate")
     return clipped_integers(ctx, value, -top, top)
 
 
@@ -156,44 +124,44 @@ def clipped_integers(ctx: LoweringContext, value: FixedPoint, lo: int, hi: int) 
         return value
     if lo > hi:  # every value is beyond one of the bounds
         lo = hi = lo if value.hi < lo else hi
-    b, name = ctx.builder, value.name
+    name = value.name
     if value.narrow:
-        name = b.node("Clip", [name, b.constant(lo, np.int32), b.constant(hi, np.int32)])
+        name = ctx.node("Clip", [name, ctx.constant(lo, np.int32), ctx.constant(hi, np.int32)])
     else:
         if lo > value.lo:
-            name = b.node("Where", [b.node("Less", [name, constant64(ctx, lo)]), constant64(ctx, lo), name])
+            name = ctx.node("Where", [ctx.node("Less", [name, ctx.constant64(lo)]), ctx.constant64(lo), name])
         if hi < value.hi:
-            name = b.node("Where", [b.node("Greater", [name, constant64(ctx, hi)]), constant64(ctx, hi), name])
+            name = ctx.node("Where", [ctx.node("Greater", [name, ctx.constant64(hi)]), ctx.constant64(hi), name])
     return replace(value, name=name, lo=lo, hi=hi)
 
 
 def single_scale(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Multiply scales per channel and constants into the integers: one scale is left, and no constant."""
     if not np.any(value.scale):  # a scale of 0 forgets the integers
-        nothing = ctx.builder.node("Mul", [int64(ctx, value), constant64(ctx, 0)])
+        nothing = ctx.node("Mul", [ctx.int64(value), ctx.constant64(0)])
         value = replace(value, name=nothing, lo=0, hi=0, narrow=False, error=0.0, relative=0.0, scale=np.ones(()))
     if value.scale.size == 1 and not np.any(value.constant):
         return replace(value, scale=value.scale.reshape(()), constant=np.zeros(()))
     if value.scale.size > 1:
         value = fit_to(ctx, value, ROOM - 2 - GUARD)  # so that factors have enough bits to be fine
-    scales, top = np.abs(value.scale), max(reach(value), 1)
+    scales, top = np.abs(value.scale), max(value.reach, 1)
     whole = float(np.max(scales * top + np.abs(value.constant)))
     if whole == 0.0:
         return replace(value, scale=np.ones(()), constant=np.zeros(()))
-    room = ROOM - 2 if np.any(value.constant) else min(ROOM - 2, bits(value) + 30)
+    room = ROOM - 2 if np.any(value.constant) else min(ROOM - 2, value.bits + 30)
     unit = math.ldexp(whole, -room)
     if scales.size == 1:  # a power of two of the scale itself rounds nothing
         spare = math.floor(math.log2(scales.item() / unit)) if scales.item() else 0
         if spare < 0:
-            return single_scale(ctx, narrow_to(ctx, value, bits(value) + spare))
+            return single_scale(ctx, narrow_to(ctx, value, value.bits + spare))
         unit = math.ldexp(scales.item(), -spare) if scales.item() else unit
     factors = np.rint(value.scale / unit).astype(np.int64)
     addend = np.rint(value.constant / unit).astype(np.int64)
-    b, name = ctx.builder, int64(ctx, value)
+    name = ctx.int64(value)
     if np.any(factors != 1):
-        name = b.node("Mul", [name, constant64(ctx, factors)])
+        name = ctx.node("Mul", [name, ctx.constant64(factors)])
     if np.any(addend):
-        name = b.node("Add", [name, constant64(ctx, addend)])
+        name = ctx.node("Add", [name, ctx.constant64(addend)])
     lo, hi = _products(value, factors, addend)
     steepest, offs, none = float(np.max(np.abs(factors))), np.abs(value.scale / unit - factors), factors == 0
     off = float(np.max(offs))
@@ -247,22 +215,22 @@ def multiply(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> Fixed
     square = left.name == right.name
     left, right = (require_unmasked(side) for side in (left, right))
     left, right = (single_scale(ctx, side) if np.any(side.constant) else side for side in (left, right))
-    over = bits(left) + bits(right) - ROOM
+    over = left.bits + right.bits - ROOM
     if over > 0:
-        smaller = min(bits(left), bits(right), ROOM // 2)
+        smaller = min(left.bits, right.bits, ROOM // 2)
         left, right = (fit_to(ctx, side, ROOM - smaller) for side in (left, right))
     ends = [x * y for x in (left.lo, left.hi) for y in (right.lo, right.hi)]
     lo, hi = min(ends), max(ends)
     if square:
         lo = 0 if left.lo <= 0 <= left.hi else min(left.lo**2, left.hi**2)
     narrow = left.narrow and right.narrow and fits_int32(lo, hi)
-    names = [side.name if narrow else int64(ctx, side) for side in (left, right)]
-    error = left.error * reach(right) + right.error * reach(left) + left.error * right.error
+    names = [side.name if narrow else ctx.int64(side) for side in (left, right)]
+    error = left.error * right.reach + right.error * left.reach + left.error * right.error
     error *= 1.0 + left.relative + right.relative
     relative = left.relative + right.relative + left.relative * right.relative
     if not exact_product(left.scale, right.scale):
         relative += 2 * ULP
-    name, typed = ctx.builder.node("Mul", names), left.typed or right.typed
+    name, typed = ctx.node("Mul", names), left.typed or right.typed
     return FixedPoint(
         name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed
     )
@@ -274,21 +242,20 @@ def total(ctx: LoweringContext, value: FixedPoint, axes: Sequence[int], count: i
     value = fit_to(ctx, value, SUM_ROOM - count.bit_length())
     lo, hi = value.lo * count, value.hi * count
     narrow = value.narrow and fits_int32(lo, hi)
-    name = value.name if narrow else int64(ctx, value)
-    summed = ctx.builder.node("ReduceSum", [name, constant64(ctx, np.asarray(axes))], keepdims=keepdims)
+    name = value.name if narrow else ctx.int64(value)
+    summed = ctx.node("ReduceSum", [name, ctx.constant64(np.asarray(axes))], keepdims=keepdims)
     error, relative = value.error, value.relative
     if lo < 0 and relative:
-        error, relative = spread(value), 0.0
+        error, relative = value.spread, 0.0
     error *= count
     return FixedPoint(summed, value.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=value.typed)
 
 
 def gather_table(ctx: LoweringContext, table: Array, index: str, shape_of: str, dtype: type = np.int32) -> str:
     """Write `table[index]` for an int32 index tensor."""
-    b = ctx.builder
-    flat = b.node("Reshape", [index, constant64(ctx, np.asarray([-1]))])
-    found = b.node("GatherElements", [b.constant(table, dtype, "table"), flat], axis=0)
-    return b.node("Reshape", [found, b.node("Shape", [shape_of])])
+    flat = ctx.node("Reshape", [index, ctx.constant64(np.asarray([-1]))])
+    found = ctx.node("GatherElements", [ctx.constant(table, dtype, "table"), flat], axis=0)
+    return ctx.node("Reshape", [found, ctx.node("Shape", [shape_of])])
 
 
 def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], finest: float) -> Linear:
@@ -308,9 +275,9 @@ def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], fi
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     value = _floored(ctx, value, reals)
     if not value.narrow:
-        if math.ldexp(float(largest(value.scale)), bits(value) - 29) > finest:
+        if math.ldexp(float(largest(value.scale)), value.bits - 29) > finest:
             value = clipped_integers(ctx, value, *_integer_bounds(value, reals))
-        excess = max(bits(value) - (29 if value.lo < 0 else 30), 0)  # the lift doubles a range that can be negative
+        excess = max(value.bits - (29 if value.lo < 0 else 30), 0)  # the lift doubles a range that can be negative
         lift = 0
         if excess:
             name, lift = rounding_shift(ctx, value.name, value.lo, excess, TensorProto.INT32, keep_lift=True)
@@ -319,7 +286,7 @@ def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], fi
             scale = np.ldexp(value.scale, excess)
             value = replace(value, name=name, lo=lo, hi=hi, error=error, scale=scale)
         else:
-            value = replace(value, name=ctx.builder.cast(value.name, TensorProto.INT32))
+            value = replace(value, name=ctx.cast(value.name, TensorProto.INT32))
         if lift:
             return _linear(value, lift)
     return _linear(value, 0)
@@ -332,7 +299,7 @@ def _linear(value: FixedPoint, lift: int) -> Linear:
         terms,
         constant=value.constant,
         source=value.source,
-        error=float_chain_bound(spread(value)) * largest(value.scale),
+        error=float_chain_bound(value.spread) * largest(value.scale),
     )
 
 
@@ -353,10 +320,9 @@ def _floored(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float]
         raise Refused(f"a mask of {value.floor} is inside the range of its quantizer", "use minus infinity as mask")
     value = single_scale(ctx, value)
     lowest = min(value.lo, math.floor(reals[0] / float(value.scale)) - 1)
-    b = ctx.builder
     if lowest.bit_length() > ROOM:
         raise Refused("its quantizer's range is far wider than its input", "recalibrate")
-    name = b.node("Where", [value.masked, constant64(ctx, lowest), int64(ctx, value)])
+    name = ctx.node("Where", [value.masked, ctx.constant64(lowest), ctx.int64(value)])
     return replace(value, name=name, lo=lowest, hi=max(value.hi, lowest), narrow=False, masked="")
 
 
@@ -367,17 +333,17 @@ def add(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> FixedPoint
     """Write the sum of two values at a common scale that is finer than both, exactly where their scales agree."""
     left, right = _beside(ctx, left, right), _beside(ctx, right, left)
     constant = left.constant + right.constant
-    if not (left.masked and not reach(left)) and not (right.masked and not reach(right)):
+    if not (left.masked and not left.reach) and not (right.masked and not right.reach):
         return _masks(ctx, left, right, _plain_sum(ctx, left, right), constant)
-    rest = right if left.masked and not reach(left) else left  # a mask alone adds nothing but itself
+    rest = right if left.masked and not left.reach else left  # a mask alone adds nothing but itself
     return _masks(ctx, left, right, rest, constant)
 
 
 def _plain_sum(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> FixedPoint:
     plain = replace(left, constant=np.zeros(())), replace(right, constant=np.zeros(()))
     if np.array_equal(plain[0].scale, plain[1].scale):
-        if (reach(left) + reach(right)).bit_length() > ROOM:  # both lose their last bit
-            plain = fit_to(ctx, plain[0], bits(left) - 1), fit_to(ctx, plain[1], bits(right) - 1)
+        if (left.reach + right.reach).bit_length() > ROOM:  # both lose their last bit
+            plain = fit_to(ctx, plain[0], left.bits - 1), fit_to(ctx, plain[1], right.bits - 1)
         return _sum(ctx, *plain, (1, 1), plain[0].scale)
     first, second = (single_scale(ctx, side) for side in plain)
     return _sum_of_scales(ctx, first, second)
@@ -386,7 +352,7 @@ def _plain_sum(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> Fix
 def _masks(ctx: LoweringContext, left: FixedPoint, right: FixedPoint, total: FixedPoint, constant: Array) -> FixedPoint:
     masked = left.masked or right.masked
     if left.masked and right.masked:
-        masked = ctx.builder.node("Or", [left.masked, right.masked])
+        masked = ctx.node("Or", [left.masked, right.masked])
     both = np.any(left.constant) and np.any(right.constant)
     error = total.error + rounded(constant, total.scale) if both else total.error
     return replace(total, constant=constant, masked=masked, floor=left.floor + right.floor, error=error)
@@ -396,7 +362,7 @@ def _sum_of_scales(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) ->
     sides = [left, right]
     scales = [abs(float(side.scale)) for side in sides]
     exact = max(scales) / min(scales)
-    whole = math.fsum(scale * reach(side) for scale, side in zip(scales, sides, strict=True)) or 1.0
+    whole = math.fsum(scale * side.reach for scale, side in zip(scales, sides, strict=True)) or 1.0
     unit = min(scales)
     # a mean's scale is a quotient in float64: close to a whole number of it is meant to be one (`off` states the rest)
     if abs(exact - round(exact)) > exact * 2.0**-48 or whole / unit >= 2.0 ** (ROOM - 2):
@@ -406,7 +372,7 @@ def _sum_of_scales(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) ->
     found = _sum(ctx, sides[0], sides[1], factors, np.asarray(unit))
     # the ratios themselves are rounded to float64
     off = math.fsum(
-        (reach(side) + spread(side)) * (abs(r - f) + abs(r) * ULP)
+        (side.reach + side.spread) * (abs(r - f) + abs(r) * ULP)
         for side, r, f in zip(sides, ratios, factors, strict=True)
     )
     return replace(found, error=found.error + off)
@@ -418,13 +384,13 @@ def _common_unit(ctx: LoweringContext, sides: Sequence[FixedPoint], least: float
     The unit is the scale of the side that reaches furthest over a power of two: 2**-GUARD of the finest scale, or as
     fine as `least` allows.
     """
-    widest = max(range(len(sides)), key=lambda i: abs(float(sides[i].scale)) * reach(sides[i]))
+    widest = max(range(len(sides)), key=lambda i: abs(float(sides[i].scale)) * sides[i].reach)
     kept = []
     for i, side in enumerate(sides):
         excess = math.ceil(math.log2(least / abs(float(side.scale))))
         if i != widest:
-            excess = max(excess, bits(side) - _ROOM)  # so that its factor has enough bits to be fine
-        kept.append(narrow_to(ctx, side, max(bits(side) - excess, 1)) if excess > 0 else side)
+            excess = max(excess, side.bits - _ROOM)  # so that its factor has enough bits to be fine
+        kept.append(narrow_to(ctx, side, max(side.bits - excess, 1)) if excess > 0 else side)
     finest = min(abs(float(side.scale)) for side in kept)
     scale = abs(float(kept[widest].scale))
     parts = math.floor(math.log2(scale / max(least, math.ldexp(finest, -GUARD))))
@@ -434,20 +400,19 @@ def _common_unit(ctx: LoweringContext, sides: Sequence[FixedPoint], least: float
 def _sum(
     ctx: LoweringContext, left: FixedPoint, right: FixedPoint, factors: tuple[int, int], scale: Array
 ) -> FixedPoint:
-    b = ctx.builder
     ends = [sorted((side.lo * f, side.hi * f)) for side, f in zip((left, right), factors, strict=True)]
     lo, hi = ends[0][0] + ends[1][0], ends[0][1] + ends[1][1]
     narrow = left.narrow and right.narrow and fits_int32(lo, hi) and factors == (1, 1)
     names = []
     for side, factor in zip((left, right), factors, strict=True):
-        name = side.name if narrow else int64(ctx, side)
-        names.append(name if factor == 1 else b.node("Mul", [name, constant64(ctx, factor)]))
+        name = side.name if narrow else ctx.int64(side)
+        names.append(name if factor == 1 else ctx.node("Mul", [name, ctx.constant64(factor)]))
     same_sign = min(ends[0][0], ends[1][0]) >= 0
     relative = max(left.relative, right.relative) if same_sign else 0.0
-    errors = [side.error if same_sign else spread(side) for side in (left, right)]
+    errors = [side.error if same_sign else side.spread for side in (left, right)]
     error = errors[0] * abs(factors[0]) + errors[1] * abs(factors[1])
     typed = left.typed or right.typed
-    return FixedPoint(b.node("Add", names), scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
+    return FixedPoint(ctx.node("Add", names), scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
 
 
 def _beside(ctx: LoweringContext, value: FixedPoint, other: FixedPoint) -> FixedPoint:
@@ -459,7 +424,7 @@ def _beside(ctx: LoweringContext, value: FixedPoint, other: FixedPoint) -> Fixed
     if scale >= -MASK and not value.masked and not np.any(value.constant):
         return _swallowing(ctx, value)
     return (
-        _within(ctx, value, float(np.min(steps)) * max(1.0, math.ldexp(reach(other), -_ROOM))) if steps.size else value
+        _within(ctx, value, float(np.min(steps)) * max(1.0, math.ldexp(other.reach, -_ROOM))) if steps.size else value
     )
 
 
@@ -470,15 +435,15 @@ def at_one_scale(ctx: LoweringContext, parts: Sequence[FixedPoint]) -> list[Fixe
     steps = [abs(float(part.scale)) for part in parts if not part.typed]
     if steps:
         parts = [_within(ctx, part, min(steps)) if part.typed else part for part in parts]
-    whole = max(abs(float(part.scale)) * reach(part) for part in parts) or 1.0
+    whole = max(abs(float(part.scale)) * part.reach for part in parts) or 1.0
     parts, unit = _common_unit(ctx, parts, math.ldexp(whole, 2 - ROOM))
     found = []
     for part in parts:
         ratio = float(part.scale) / unit
         factor = round(ratio)
-        name = ctx.builder.node("Mul", [int64(ctx, part), constant64(ctx, factor)])
+        name = ctx.node("Mul", [ctx.int64(part), ctx.constant64(factor)])
         lo, hi = sorted((part.lo * factor, part.hi * factor))
-        error = part.error * abs(ratio) + (abs(ratio - factor) + abs(ratio) * ULP) * (reach(part) + spread(part))
+        error = part.error * abs(ratio) + (abs(ratio - factor) + abs(ratio) * ULP) * (part.reach + part.spread)
         found.append(replace(part, name=name, scale=np.asarray(unit), lo=lo, hi=hi, narrow=False, error=error))
     return found
 
@@ -496,20 +461,19 @@ def whole_steps(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     steps = float((value.constant / value.scale).item())
     if abs(steps) > 2.0**24 or steps != round(steps):
         return value
-    b, whole = ctx.builder, round(steps)
+    whole = round(steps)
     narrow = value.narrow and fits_int32(value.lo + whole, value.hi + whole)
-    name, kind = (value.name, np.int32) if narrow else (int64(ctx, value), np.int64)
-    name = b.node("Add", [name, b.constant(whole, kind)])
+    name, kind = (value.name, np.int32) if narrow else (ctx.int64(value), np.int64)
+    name = ctx.node("Add", [name, ctx.constant(whole, kind)])
     return replace(value, name=name, lo=value.lo + whole, hi=value.hi + whole, constant=np.zeros(()), narrow=narrow)
 
 
 def _swallowing(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Return multiples of a number that swallows every score: a mask where they are negative, else 0 or 2**24."""
-    b = ctx.builder
-    zero = b.constant(0, np.int32 if value.narrow else np.int64)
+    zero = ctx.constant(0, np.int32 if value.narrow else np.int64)
     below, above = ("Less", "Greater") if float(value.scale.reshape(())) > 0 else ("Greater", "Less")
-    masked = b.node(below, [value.name, zero])
-    raised = b.cast(b.node(above, [value.name, zero]), TensorProto.INT32)
-    b.assumed.append(f"{b.label}: what it adds swallows its other operand, and is 2**24 where it is above 0")
+    masked = ctx.node(below, [value.name, zero])
+    raised = ctx.cast(ctx.node(above, [value.name, zero]), TensorProto.INT32)
+    ctx.assumed.append(f"{ctx.label}: what it adds swallows its other operand, and is 2**24 where it is above 0")
     scale = abs(float(value.scale.reshape(())))
     return FixedPoint(raised, np.asarray(-MASK), 0, 1, narrow=True, masked=masked, floor=-scale)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import Array, Refused
 
@@ -29,7 +28,7 @@ class Int32:
 def of_constant(ctx: LoweringContext, values: Array | int) -> Int32:
     """Return a constant."""
     array = np.asarray(values, np.int64)
-    return Int32(ctx.builder.constant(array, np.int32), int(array.min()), int(array.max()))
+    return Int32(ctx.constant(array, np.int32), int(array.min()), int(array.max()))
 
 
 def operation(ctx: LoweringContext, op_type: str, x: Int32, y: Int32 | int, within: Bounds | None = None) -> Int32:
@@ -46,8 +45,8 @@ def operation(ctx: LoweringContext, op_type: str, x: Int32, y: Int32 | int, with
     lo, hi = (min(ends), max(ends)) if within is None else (max(min(ends), within[0]), min(max(ends), within[1]))
     if lo < _LEAST or hi > _MOST:
         raise Refused(f"its numbers can reach {max(-lo, hi)}", "use smaller rows")
-    name = ctx.builder.node(op_type, [x.name, other.name])
-    ctx.builder.proven[name] = lo, hi
+    name = ctx.node(op_type, [x.name, other.name])
+    ctx.proven[name] = lo, hi
     return Int32(name, lo, hi)
 
 
@@ -76,24 +75,24 @@ def shifted(ctx: LoweringContext, x: Int32, by: int) -> Int32:
         raise Refused("it shifts a number that can be negative", "report it as a defect")
     if not by:
         return x
-    name = ctx.builder.node("Div", [x.name, ctx.builder.constant(1 << by, np.int32)])
-    ctx.builder.proven[name] = x.lo >> by, x.hi >> by
+    name = ctx.node("Div", [x.name, ctx.constant(1 << by, np.int32)])
+    ctx.proven[name] = x.lo >> by, x.hi >> by
     return Int32(name, x.lo >> by, x.hi >> by)
 
 
 def cut(ctx: LoweringContext, x: Int32, bits: int) -> tuple[Int32, Int32]:
     """Write the low bits of numbers that are not negative, and the rest of them divided by their unit."""
     mask = (1 << bits) - 1
-    low = ctx.builder.node("BitwiseAnd", [x.name, ctx.builder.constant(mask, np.int32)])
-    ctx.builder.proven[low] = 0, min(mask, x.hi)
+    low = ctx.node("BitwiseAnd", [x.name, ctx.constant(mask, np.int32)])
+    ctx.proven[low] = 0, min(mask, x.hi)
     return Int32(low, 0, min(mask, x.hi)), shifted(ctx, x, bits)
 
 
 def looked_up(ctx: LoweringContext, table: Array, index: Int32) -> Int32:
     """Write `table[index]` for numbers of rows, which are so few that one node is worth more than a fast one."""
-    name = ctx.builder.node("Gather", [ctx.builder.constant(table, np.int32, "table"), index.name])
+    name = ctx.node("Gather", [ctx.constant(table, np.int32, "table"), index.name])
     lo, hi = int(table.min()), int(table.max())
-    ctx.builder.proven[name] = lo, hi
+    ctx.proven[name] = lo, hi
     return Int32(name, lo, hi)
 
 
@@ -105,15 +104,15 @@ def summed(ctx: LoweringContext, x: Int32, axes: Sequence[int], within: Bounds, 
     """
     if within[0] < _LEAST or within[1] > _MOST:
         raise Refused(f"its sums can reach {max(-within[0], within[1])}", "use smaller rows")
-    name = ctx.builder.node("ReduceSum", [x.name, constant64(ctx, np.asarray(axes))], keepdims=0)
-    ctx.builder.proven[name] = within
+    name = ctx.node("ReduceSum", [x.name, ctx.constant64(np.asarray(axes))], keepdims=0)
+    ctx.proven[name] = within
     if count and tuple(axes) == (-1,):
-        ctx.builder.row_sums[name] = count
+        ctx.row_sums[name] = count
     return Int32(name, *within)
 
 
 def spread_over(ctx: LoweringContext, x: Int32, axes: Sequence[int]) -> Int32:
     """Write numbers of rows so that they broadcast along the axes of their elements."""
-    name = ctx.builder.node("Unsqueeze", [x.name, constant64(ctx, np.asarray(axes))])
-    ctx.builder.proven[name] = x.lo, x.hi
+    name = ctx.node("Unsqueeze", [x.name, ctx.constant64(np.asarray(axes))])
+    ctx.proven[name] = x.lo, x.hi
     return Int32(name, x.lo, x.hi)

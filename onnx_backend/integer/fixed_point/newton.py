@@ -13,13 +13,9 @@ from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
-    bits,
-    constant64,
     gather_table,
-    int64,
     int64_value,
     narrow_to,
-    reach,
     require_unmasked,
     single_scale,
 )
@@ -56,38 +52,35 @@ class Normalized:
 
 def normalize(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized:
     """Shift a tensor whose integers are within 1..2**62-1 (0 is shifted as 1 is)."""
-    b = ctx.builder
     least = (ROOM - max(value.hi, 1).bit_length()) // step * step
     most = (ROOM - max(value.lo, 1).bit_length()) // step * step
     # an element below 2**(62 - s) can be shifted by s
     limits = np.asarray([1 << (ROOM - s) for s in range(least + step, most + 1, step)], np.int64)
-    name = int64(ctx, value)
+    name = ctx.int64(value)
     if limits.size:
-        column = b.node("Unsqueeze", [name, constant64(ctx, np.asarray([-1]))])
-        below = b.cast(b.node("Less", [column, constant64(ctx, limits)]), TensorProto.INT32)
-        count = b.node("ReduceSum", [below, constant64(ctx, np.asarray([-1]))], keepdims=0)
-        shift = b.node("Mul", [count, b.constant(step, np.int32)])
-        shift = b.node("Add", [shift, b.constant(least, np.int32)])
+        column = ctx.node("Unsqueeze", [name, ctx.constant64(np.asarray([-1]))])
+        below = ctx.cast(ctx.node("Less", [column, ctx.constant64(limits)]), TensorProto.INT32)
+        count = ctx.node("ReduceSum", [below, ctx.constant64(np.asarray([-1]))], keepdims=0)
+        shift = ctx.node("Mul", [count, ctx.constant(step, np.int32)])
+        shift = ctx.node("Add", [shift, ctx.constant(least, np.int32)])
     else:
-        shift = b.node("Expand", [b.constant(least, np.int32), b.node("Shape", [name])])
-    unsigned = [b.cast(name, TensorProto.UINT64), b.cast(shift, TensorProto.UINT64)]
-    raised = b.node("BitShift", unsigned, direction="LEFT")
-    name = b.cast(raised, TensorProto.INT64)
+        shift = ctx.node("Expand", [ctx.constant(least, np.int32), ctx.node("Shape", [name])])
+    unsigned = [ctx.cast(name, TensorProto.UINT64), ctx.cast(shift, TensorProto.UINT64)]
+    raised = ctx.node("BitShift", unsigned, direction="LEFT")
+    name = ctx.cast(raised, TensorProto.INT64)
     if value.lo > 0:
-        b.proven[name] = 1 << (ROOM - step), (1 << ROOM) - 1
+        ctx.proven[name] = 1 << (ROOM - step), (1 << ROOM) - 1
     return Normalized(name, shift, least, most)
 
 
 def _shifted_right(ctx: LoweringContext, name: str, by: int) -> str:
-    b = ctx.builder
-    unsigned = b.node("BitShift", [b.cast(name, TensorProto.UINT64), b.constant(by, np.uint64)], direction="RIGHT")
-    return b.cast(unsigned, TensorProto.INT64)
+    unsigned = ctx.shifted_right(ctx.cast(name, TensorProto.UINT64), by)
+    return ctx.cast(unsigned, TensorProto.INT64)
 
 
 def _raised(ctx: LoweringContext, name: str, shift: str) -> str:
-    b = ctx.builder
-    unsigned = [b.cast(name, TensorProto.UINT64), b.cast(shift, TensorProto.UINT64)]
-    return b.cast(b.node("BitShift", unsigned, direction="LEFT"), TensorProto.INT64)
+    unsigned = [ctx.cast(name, TensorProto.UINT64), ctx.cast(shift, TensorProto.UINT64)]
+    return ctx.cast(ctx.node("BitShift", unsigned, direction="LEFT"), TensorProto.INT64)
 
 
 def integer_root(ctx: LoweringContext, name: str) -> str:
@@ -96,20 +89,19 @@ def integer_root(ctx: LoweringContext, name: str) -> str:
     A table of the top bits gives the root to 2**-8, each step of Newton's method (that is Heron's) doubles the number
     of right digits, and a last comparison takes back what the final division rounded up.
     """
-    b = ctx.builder
-    top = b.cast(_shifted_right(ctx, name, ROOM - _SEED_BITS), TensorProto.INT32)
+    top = ctx.cast(_shifted_right(ctx, name, ROOM - _SEED_BITS), TensorProto.INT32)
     middle = (np.arange(1 << _SEED_BITS) + 0.5) * 2.0 ** (ROOM - _SEED_BITS)
     seeds = np.floor(np.sqrt(middle)).astype(np.int64)
     root = gather_table(ctx, seeds, top, name, np.int64)
-    if name in b.proven:  # not 0, so the root is near the real one from the start
-        b.proven[root] = (1 << 30) - (1 << 23), (1 << 31) + (1 << 24)
+    if name in ctx.proven:  # not 0, so the root is near the real one from the start
+        ctx.proven[root] = (1 << 30) - (1 << 23), (1 << 31) + (1 << 24)
     for _ in range(2):
-        mean = b.node("Add", [root, b.node("Div", [name, root])])
+        mean = ctx.node("Add", [root, ctx.node("Div", [name, root])])
         root = _shifted_right(ctx, mean, 1)
-        if name in b.proven:
-            b.proven[root] = 1 << 30, (1 << 31) + (1 << 12)  # a mean is never below the root
-    large = b.node("Greater", [b.node("Mul", [root, root]), name])
-    return b.node("Sub", [root, b.cast(large, TensorProto.INT64)])
+        if name in ctx.proven:
+            ctx.proven[root] = 1 << 30, (1 << 31) + (1 << 12)  # a mean is never below the root
+    large = ctx.node("Greater", [ctx.node("Mul", [root, root]), name])
+    return ctx.node("Sub", [root, ctx.cast(large, TensorProto.INT64)])
 
 
 def square_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
@@ -122,11 +114,10 @@ def square_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     shifted = normalize(ctx, value, 2)
     root = integer_root(ctx, shifted.name)
     if value.lo == 0:  # 0 cannot be shifted to where the root is taken
-        some = ctx.builder.cast(ctx.builder.node("Greater", [int64(ctx, value), constant64(ctx, 0)]), TensorProto.INT64)
-        root = ctx.builder.node("Mul", [root, some])
-    b = ctx.builder
-    rest = b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift])
-    half = b.node("BitShift", [b.cast(rest, TensorProto.UINT32), b.constant(1, np.uint32)], direction="RIGHT")
+        some = ctx.cast(ctx.node("Greater", [ctx.int64(value), ctx.constant64(0)]), TensorProto.INT64)
+        root = ctx.node("Mul", [root, some])
+    rest = ctx.node("Sub", [ctx.constant(shifted.most, np.int32), shifted.shift])
+    half = ctx.shifted_right(ctx.cast(rest, TensorProto.UINT32), 1, np.uint32)
     name = _raised(ctx, root, half)
     unit = math.sqrt(float(value.scale)) * 2.0 ** (-shifted.most / 2)
     lo, hi = (math.isqrt(bound << shifted.most) for bound in (value.lo, value.hi))
@@ -152,12 +143,11 @@ def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     spare = (shifted.most - shifted.least) // 2
     if spare > ROOM - 33:
         return reciprocal(ctx, square_root(ctx, value))
-    b = ctx.builder
-    top = b.cast(_shifted_right(ctx, shifted.name, 32), TensorProto.INT32)
-    b.proven[top] = 1 << 28, (1 << 30) - 1
-    quotient = b.cast(root_of_mantissa(ctx, Int32(top, *b.proven[top])).name, TensorProto.INT64)  # 2**29..2**30
-    above = b.node("Sub", [shifted.shift, b.constant(shifted.least, np.int32)])
-    half = b.node("BitShift", [b.cast(above, TensorProto.UINT32), b.constant(1, np.uint32)], direction="RIGHT")
+    top = ctx.cast(_shifted_right(ctx, shifted.name, 32), TensorProto.INT32)
+    ctx.proven[top] = 1 << 28, (1 << 30) - 1
+    quotient = ctx.cast(root_of_mantissa(ctx, Int32(top, *ctx.proven[top])).name, TensorProto.INT64)  # 2**29..2**30
+    above = ctx.node("Sub", [shifted.shift, ctx.constant(shifted.least, np.int32)])
+    half = ctx.shifted_right(ctx.cast(above, TensorProto.UINT32), 1, np.uint32)
     name = _raised(ctx, quotient, half)
     # integers = 2**60 / sqrt(value * 2**shift) * 2**((shift - least) / 2) = 2**(60 - least / 2) / sqrt(value)
     power = ROOM - 2 - shifted.least // 2
@@ -179,18 +169,17 @@ def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """
     value, off = _divisor(ctx, value)
     shifted = normalize(ctx, value, 1)
-    b = ctx.builder
     quotient = _mantissa_of_reciprocal(ctx, shifted)
     span = shifted.most - shifted.least
     over = max(0, span - (ROOM - 33))
     if over:  # more range than 62 bits hold: the smallest reciprocals lose their last bits
-        quotient = b.node("Mul", [quotient, constant64(ctx, 1 << (ROOM - 33))])
-        down = b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift])
-        unsigned = [b.cast(quotient, TensorProto.UINT64), b.cast(down, TensorProto.UINT64)]
-        name = b.cast(b.node("BitShift", unsigned, direction="RIGHT"), TensorProto.INT64)
+        quotient = ctx.node("Mul", [quotient, ctx.constant64(1 << (ROOM - 33))])
+        down = ctx.node("Sub", [ctx.constant(shifted.most, np.int32), shifted.shift])
+        unsigned = [ctx.cast(quotient, TensorProto.UINT64), ctx.cast(down, TensorProto.UINT64)]
+        name = ctx.cast(ctx.node("BitShift", unsigned, direction="RIGHT"), TensorProto.INT64)
         power = shifted.most - (ROOM - 33)
     else:
-        up = b.node("Sub", [shifted.shift, b.constant(shifted.least, np.int32)])
+        up = ctx.node("Sub", [shifted.shift, ctx.constant(shifted.least, np.int32)])
         name = _raised(ctx, quotient, up)
         power = shifted.least
     # integers = 2**62 / (value * 2**shift / 2**31) * 2**(shift - power) = 2**(93 - power) / value
@@ -211,32 +200,32 @@ def quotient(ctx: LoweringContext, numerator: FixedPoint, divisor: FixedPoint) -
     """
     divisor, off = _divisor(ctx, divisor)
     shifted = normalize(ctx, divisor, 1)
-    b, room = ctx.builder, ROOM - 34
+    room = ROOM - 34
     numerator = narrow_to(ctx, single_scale(ctx, require_unmasked(numerator)), room)
-    spare = room - bits(numerator)
-    raised = b.node("Mul", [int64(ctx, numerator), constant64(ctx, 1 << spare)])
-    product = b.node("Mul", [raised, _mantissa_of_reciprocal(ctx, shifted)])  # below 2**60
-    down = b.cast(b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift]), TensorProto.UINT64)
-    top = b.constant(1 << (ROOM - 2), np.uint64)  # makes the product positive: uint64 has the only right shift
-    positive = b.cast(b.node("Add", [product, constant64(ctx, 1 << (ROOM - 2))]), TensorProto.UINT64)
-    both = [b.cast(b.node("BitShift", [x, down], direction="RIGHT"), TensorProto.INT64) for x in (positive, top)]
+    spare = room - numerator.bits
+    raised = ctx.node("Mul", [ctx.int64(numerator), ctx.constant64(1 << spare)])
+    product = ctx.node("Mul", [raised, _mantissa_of_reciprocal(ctx, shifted)])  # below 2**60
+    down = ctx.cast(ctx.node("Sub", [ctx.constant(shifted.most, np.int32), shifted.shift]), TensorProto.UINT64)
+    top = ctx.constant(1 << (ROOM - 2), np.uint64)  # makes the product positive: uint64 has the only right shift
+    positive = ctx.cast(ctx.node("Add", [product, ctx.constant64(1 << (ROOM - 2))]), TensorProto.UINT64)
+    both = [ctx.cast(ctx.node("BitShift", [x, down], direction="RIGHT"), TensorProto.INT64) for x in (positive, top)]
     # integers = numerator * 2**spare * 2**93 / (divisor * 2**shift) * 2**(shift - most)
     power = 93 - shifted.most + spare
-    most = (reach(numerator) << max(power, 0)) // divisor.lo
+    most = (numerator.reach << max(power, 0)) // divisor.lo
     most = min((most >> max(-power, 0)) + (most >> 28) + 2, 1 << (ROOM - 2))
     relative = off / (1.0 - off) + 2.0**-28
     error = math.ldexp(numerator.error / divisor.lo, power) * (1.0 + relative) + 1.0
     unit = math.ldexp(float(numerator.scale / divisor.scale), -power)
     relative += numerator.relative * (1.0 + relative) + 4 * ULP
     lo, hi = (-most if numerator.lo < 0 else 0), (most if numerator.hi > 0 else 0)
-    return int64_value(b.node("Sub", both), unit, lo, hi, error=error, relative=relative)
+    return int64_value(ctx.node("Sub", both), unit, lo, hi, error=error, relative=relative)
 
 
 def _divisor(ctx: LoweringContext, value: FixedPoint) -> tuple[FixedPoint, float]:
     """Return a divisor as positive integers, and the bound of its error as a share."""
     value = single_scale(ctx, require_unmasked(value))
     if value.lo < 0 and value.hi < 0:
-        flipped = ctx.builder.node("Sub", [constant64(ctx, 0), int64(ctx, value)])
+        flipped = ctx.node("Sub", [ctx.constant64(0), ctx.int64(value)])
         value = int64_value(flipped, -value.scale, -value.hi, -value.lo, error=value.error, relative=value.relative)
     if value.lo <= 0:
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
@@ -253,7 +242,7 @@ def _divisor(ctx: LoweringContext, value: FixedPoint) -> tuple[FixedPoint, float
 def _mantissa_of_reciprocal(ctx: LoweringContext, shifted: Normalized) -> str:
     """Write `2**93 / shifted`, in (2**31, 2**32]."""
     mantissa = _shifted_right(ctx, shifted.name, 31)  # [2**30, 2**31)
-    return ctx.builder.node("Div", [constant64(ctx, 1 << ROOM), mantissa])
+    return ctx.node("Div", [ctx.constant64(1 << ROOM), mantissa])
 
 
 def logarithm(ctx: LoweringContext, value: FixedPoint, least: float = 0.0) -> FixedPoint:
@@ -272,20 +261,19 @@ def logarithm(ctx: LoweringContext, value: FixedPoint, least: float = 0.0) -> Fi
         return _logarithm_beside_zero(ctx, value, zero)
     value = _positive(ctx, clip(ctx, value, least, np.inf) if least else value, least=1)
     shifted = normalize(ctx, value, 1)
-    b = ctx.builder
     steps, rest_bits = 1 << _LOG_BITS, 30
-    head = b.cast(_shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS), TensorProto.INT32)
-    index = b.node("Sub", [head, b.constant(steps, np.int32)])
+    head = ctx.cast(_shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS), TensorProto.INT32)
+    index = ctx.node("Sub", [head, ctx.constant(steps, np.int32)])
     tail = _shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS - rest_bits)
-    mask = b.constant((1 << rest_bits) - 1, np.uint64)
-    rest = b.cast(b.node("BitwiseAnd", [b.cast(tail, TensorProto.UINT64), mask]), TensorProto.INT64)
+    mask = ctx.constant((1 << rest_bits) - 1, np.uint64)
+    rest = ctx.cast(ctx.node("BitwiseAnd", [ctx.cast(tail, TensorProto.UINT64), mask]), TensorProto.INT64)
     unit = _LOG_UNIT
     knots = np.rint(np.log(1.0 + np.arange(steps + 1) / steps) / unit).astype(np.int64)
     base = gather_table(ctx, knots[:-1], index, shifted.name, np.int64)
     slope = gather_table(ctx, np.diff(knots), index, shifted.name, np.int64)
-    bend = _shifted_right(ctx, b.node("Mul", [slope, rest]), rest_bits)
-    turns = b.node("Mul", [b.cast(shifted.shift, TensorProto.INT64), constant64(ctx, round(math.log(2.0) / unit))])
-    name = b.node("Sub", [b.node("Add", [base, bend]), turns])
+    bend = _shifted_right(ctx, ctx.node("Mul", [slope, rest]), rest_bits)
+    turns = ctx.node("Mul", [ctx.cast(shifted.shift, TensorProto.INT64), ctx.constant64(round(math.log(2.0) / unit))])
+    name = ctx.node("Sub", [ctx.node("Add", [base, bend]), turns])
     constant = np.asarray((ROOM - 1) * math.log(2.0) + math.log(float(value.scale)))
     off = value.error / value.lo + value.relative
     if off >= 0.5:
@@ -315,14 +303,13 @@ def _number_of_zero(value: FixedPoint, least: float) -> float:
 
 def _logarithm_beside_zero(ctx: LoweringContext, value: FixedPoint, zero: float) -> FixedPoint:
     """Write the logarithm of integers above 0, and beside them that of the number which stands for the others."""
-    b = ctx.builder
-    some = b.node("Greater", [value.name, b.constant(0, np.int32 if value.narrow else np.int64)])
-    above = b.node("Where", [some, value.name, b.constant(1, np.int32 if value.narrow else np.int64)])
-    b.proven[above] = 1, value.hi
+    some = ctx.node("Greater", [value.name, ctx.constant(0, np.int32 if value.narrow else np.int64)])
+    above = ctx.node("Where", [some, value.name, ctx.constant(1, np.int32 if value.narrow else np.int64)])
+    ctx.proven[above] = 1, value.hi
     found = logarithm(ctx, FixedPoint(above, np.ones(()), 1, value.hi, narrow=value.narrow, relative=value.relative))
     constant = found.constant + np.log(value.scale)
     number = np.rint((math.log(zero) - constant) / _LOG_UNIT).astype(np.int64)
-    name = b.node("Where", [some, found.name, constant64(ctx, number)])
+    name = ctx.node("Where", [some, found.name, ctx.constant64(number)])
     # an epsilon beside what 1 stands for; the number and the constant are rounded
     error = found.error + math.ldexp(1.0, -_EPSILON_BITS) / _LOG_UNIT * bool(np.any(value.constant)) + 1.0
     lo, hi = min(found.lo, int(number.min())), max(found.hi, int(number.max()))
@@ -359,10 +346,9 @@ def factors_of_exponential(ctx: LoweringContext, below: str, step: float, last: 
         bits: of each factor.
         low: how many bits the second table has.
     """
-    b = ctx.builder
-    unsigned = b.cast(below, TensorProto.UINT32)
-    high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
-    rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
+    unsigned = ctx.cast(below, TensorProto.UINT32)
+    high = ctx.cast(ctx.shifted_right(unsigned, low, np.uint32), TensorProto.INT32)
+    rest = ctx.cast(ctx.node("BitwiseAnd", [unsigned, ctx.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
     coarse = table_of_exponentials(step * (1 << low), (last >> low) + 1, bits)
     fine = table_of_exponentials(step, 1 << low, bits)
     return [gather_table(ctx, table, index, below, np.int64) for table, index in ((coarse, high), (fine, rest))]

@@ -14,16 +14,11 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     add,
     at_one_scale,
-    bits,
     clipped_integers,
-    constant64,
     fits_int32,
     gather_table,
-    int64,
-    reach,
     require_unmasked,
     single_scale,
-    spread,
     term,
     whole_steps,
 )
@@ -85,12 +80,11 @@ def to_fixed(ctx: LoweringContext, value: Value | None, what: str = "its input",
 
 
 def _of_lookup(ctx: LoweringContext, value: Lookup, most: int) -> FixedPoint:
-    b = ctx.builder
     if value.encoding is not None:
         encoding = value.encoding
-        codes = b.cast(value.name, TensorProto.INT32)
+        codes = ctx.cast(value.name, TensorProto.INT32)
         if encoding.zero_point:
-            codes = b.node("Sub", [codes, b.constant(encoding.zero_point, np.int32)])
+            codes = ctx.node("Sub", [codes, ctx.constant(encoding.zero_point, np.int32)])
         lo, hi = -encoding.zero_point, encoding.hi - encoding.zero_point
         return FixedPoint(codes, np.asarray(encoding.scale, np.float64), lo, hi, narrow=True)
     values = value.values.astype(np.float64)
@@ -102,16 +96,16 @@ def _of_lookup(ctx: LoweringContext, value: Lookup, most: int) -> FixedPoint:
     table, unit, error, relative = _grid(np.where(masks, 0.0, values), _FINEST if masks.any() else most)
     lo, hi = int(table.min()), int(table.max())
     narrow = fits_int32(lo, hi)
-    index = b.cast(value.name, TensorProto.INT32)
+    index = ctx.cast(value.name, TensorProto.INT32)
     name = gather_table(ctx, table, index, value.name, np.int32 if narrow else np.int64)
     found = FixedPoint(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
     if not masks.any():
         return found
     places = np.flatnonzero(masks)
     if places.size == 1:
-        masked = b.node("Equal", [value.name, b.constant(places[0], np.uint8 if values.size <= 256 else np.int32)])
+        masked = ctx.node("Equal", [value.name, ctx.constant(places[0], np.uint8 if values.size <= 256 else np.int32)])
     else:
-        masked = b.cast(gather_table(ctx, masks, index, value.name), TensorProto.BOOL)
+        masked = ctx.cast(gather_table(ctx, masks, index, value.name), TensorProto.BOOL)
     return replace(found, masked=masked, floor=float(values[masks].max()))
 
 
@@ -151,11 +145,11 @@ def _of_constant(ctx: LoweringContext, value: Constant, most: int) -> FixedPoint
             relative += 2.0**-24  # float32 rounded the stored integers
     lo, hi = int(integers.min(initial=0)), int(integers.max(initial=0))
     narrow = fits_int32(lo, hi)
-    name = ctx.builder.constant(integers, np.int32 if narrow else np.int64)
+    name = ctx.constant(integers, np.int32 if narrow else np.int64)
     found = FixedPoint(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
     if not masks.any():
         return found
-    return replace(found, masked=ctx.builder.constant(masks), floor=float(values[masks].max()))
+    return replace(found, masked=ctx.constant(masks), floor=float(values[masks].max()))
 
 
 def _of_linear(ctx: LoweringContext, value: Linear) -> FixedPoint:
@@ -167,7 +161,7 @@ def _of_linear(ctx: LoweringContext, value: Linear) -> FixedPoint:
         found = clip(ctx, found, value.lo, value.hi)
     found = replace(found, source=value.source)
     if masks.any():
-        found = replace(found, masked=ctx.builder.constant(masks), floor=float(constant[masks].max()))
+        found = replace(found, masked=ctx.constant(masks), floor=float(constant[masks].max()))
     for step in value.after:
         found = move_integers(ctx, found, step)
     return found
@@ -176,13 +170,13 @@ def _of_linear(ctx: LoweringContext, value: Linear) -> FixedPoint:
 def _of_one_term(ctx: LoweringContext, value: Linear) -> FixedPoint:
     (term,) = value.terms
     lo, hi = int(np.min(term.lo - term.zero)), int(np.max(term.hi - term.zero))
-    b, name, narrow = ctx.builder, term.name, fits_int32(lo, hi)
+    name, narrow = term.name, fits_int32(lo, hi)
     if narrow:
-        name = b.cast(name, TensorProto.INT32)
+        name = ctx.cast(name, TensorProto.INT32)
         if np.any(term.zero):
-            name = b.node("Sub", [name, b.constant(term.zero, np.int32)])
+            name = ctx.node("Sub", [name, ctx.constant(term.zero, np.int32)])
     else:
-        name = b.node("Sub", [b.cast(name, TensorProto.INT64), constant64(ctx, term.zero)])
+        name = ctx.node("Sub", [ctx.cast(name, TensorProto.INT64), ctx.constant64(term.zero)])
     least = float(np.min(np.abs(term.scale)))
     error = round_up(value.error / Fraction(least)) if least else 0.0
     return FixedPoint(name, term.scale, lo, hi, constant=value.constant, narrow=narrow, error=error)
@@ -212,7 +206,7 @@ def clip(ctx: LoweringContext, value: FixedPoint, lo: float, hi: float) -> Fixed
     if lo > highest or hi < lowest:  # one number, which need not lie on the grid
         number = lo if lo > highest else hi
         same = clipped_integers(ctx, value, value.lo, value.lo)
-        error = spread(value) + 4 * ULP * (abs(number / unit) + reach(value))
+        error = value.spread + 4 * ULP * (abs(number / unit) + value.reach)
         return replace(same, constant=np.asarray(number - value.lo * unit), error=error, relative=0.0)
     if unit > 0 and value.lo <= 0.0 < lo < unit * 2.0**_GUARD_BITS:
         value = _refined(ctx, value, lo)
@@ -228,13 +222,13 @@ def clip(ctx: LoweringContext, value: FixedPoint, lo: float, hi: float) -> Fixed
     found = clipped_integers(ctx, value, low, high)
     if found.name == value.name:
         return found
-    return replace(found, error=found.error + 0.5 + ULP * reach(found))  # the quotient is rounded to float64 first
+    return replace(found, error=found.error + 0.5 + ULP * found.reach)  # the quotient is rounded to float64 first
 
 
 def _refined(ctx: LoweringContext, value: FixedPoint, guard: float) -> FixedPoint:
     """Return the value on a finer grid, on which a small positive bound that keeps it from 0 is no 0 itself."""
-    spare = min(_GUARD_BITS - math.floor(math.log2(guard / float(value.scale))), ROOM - bits(value))
-    name = ctx.builder.node("Mul", [int64(ctx, value), constant64(ctx, 1 << spare)])
+    spare = min(_GUARD_BITS - math.floor(math.log2(guard / float(value.scale))), ROOM - value.bits)
+    name = ctx.node("Mul", [ctx.int64(value), ctx.constant64(1 << spare)])
     lo, hi = (bound << spare for bound in (value.lo, value.hi))
     error, scale = math.ldexp(value.error, spare), np.ldexp(value.scale, -spare)
     return replace(value, name=name, scale=scale, lo=lo, hi=hi, error=error, narrow=False)
@@ -246,9 +240,9 @@ def _of_joined(ctx: LoweringContext, value: Joined, most: int) -> FixedPoint:
         raise Refused("it joins a mask of infinities", _BETWEEN)
     parts = at_one_scale(ctx, parts)
     narrow = all(part.narrow for part in parts)
-    names = [part.name if narrow else int64(ctx, part) for part in parts]
+    names = [part.name if narrow else ctx.int64(part) for part in parts]
     found = FixedPoint(
-        ctx.builder.node("Concat", names, axis=value.axis),
+        ctx.node("Concat", names, axis=value.axis),
         parts[0].scale,
         min(part.lo for part in parts),
         max(part.hi for part in parts),
@@ -273,7 +267,7 @@ def _of_selected(ctx: LoweringContext, value: Selected, most: int) -> FixedPoint
         found = to_fixed(ctx, value.parts[0], most=most)
         for part in value.parts[1:]:
             left, right = at_one_scale(ctx, [_plain(ctx, side) for side in (found, to_fixed(ctx, part, most=most))])
-            larger = ctx.builder.node("Greater", [int64(ctx, left), int64(ctx, right)])
+            larger = ctx.node("Greater", [ctx.int64(left), ctx.int64(right)])
             found = _one_of(ctx, larger, *((left, right) if kind == "Max" else (right, left)))
     for step in value.after:
         found = move_integers(ctx, found, step)
@@ -288,10 +282,10 @@ def choose(ctx: LoweringContext, condition: str, yes: Value | None, no: Value | 
     """Write a Where of two values; a number that swallows every score becomes a mask of the other value."""
     for number, other, inside in ((yes, no, True), (no, yes, False)):
         if isinstance(number, Constant) and number.values.size == 1 and number.values.item() <= MASK:
-            masked = condition if inside else ctx.builder.node("Not", [condition])
+            masked = condition if inside else ctx.node("Not", [condition])
             value, floor = to_fixed(ctx, other, most=most), float(number.values.item())
             if value.masked:
-                masked, floor = ctx.builder.node("Or", [value.masked, masked]), max(value.floor, floor)
+                masked, floor = ctx.node("Or", [value.masked, masked]), max(value.floor, floor)
             return replace(value, masked=masked, floor=floor)
     sides = at_one_scale(ctx, [_plain(ctx, to_fixed(ctx, side, most=most)) for side in (yes, no)])
     return _one_of(ctx, condition, sides[0], sides[1])
@@ -299,9 +293,9 @@ def choose(ctx: LoweringContext, condition: str, yes: Value | None, no: Value | 
 
 def _one_of(ctx: LoweringContext, condition: str, yes: FixedPoint, no: FixedPoint) -> FixedPoint:
     narrow = yes.narrow and no.narrow
-    names = [side.name if narrow else int64(ctx, side) for side in (yes, no)]
+    names = [side.name if narrow else ctx.int64(side) for side in (yes, no)]
     return FixedPoint(
-        ctx.builder.node("Where", [condition, *names]),
+        ctx.node("Where", [condition, *names]),
         yes.scale,
         min(yes.lo, no.lo),
         max(yes.hi, no.hi),
@@ -329,8 +323,7 @@ def move_integers(ctx: LoweringContext, value: FixedPoint, step: Movement) -> Fi
     if abs(step.fill) > math.ldexp(abs(float(value.scale)), ROOM - 2):
         raise Refused(f"its fill value {step.fill} is far outside the range of its input", _BETWEEN)
     fill = round(step.fill / float(value.scale))
-    b = ctx.builder
-    inputs = (step.inputs[0], b.constant(fill, np.int32 if value.narrow else np.int64), *step.inputs[1:])
+    inputs = (step.inputs[0], ctx.constant(fill, np.int32 if value.narrow else np.int64), *step.inputs[1:])
     name = move(ctx, Movement(step.node, inputs, step.output), value.name, _ANY, step.node.output[step.output])
     return replace(value, name=name, lo=min(value.lo, fill), hi=max(value.hi, fill), error=max(value.error, 0.5))
 
@@ -340,16 +333,15 @@ def _move_masked(ctx: LoweringContext, value: FixedPoint, step: Movement) -> Fix
 
     The mask may have a larger shape than the integers, which are then broadcast to it before they move.
     """
-    b = ctx.builder
     fill = 0 if step.fill is None else round(step.fill / float(value.scale))
     mark = min(value.lo, fill) - 1
     narrow = value.narrow and fits_int32(mark, value.hi)
-    name, kind = (value.name, np.int32) if narrow else (int64(ctx, value), np.int64)
-    marked = b.node("Where", [value.masked, b.constant(mark, kind), name])
+    name, kind = (value.name, np.int32) if narrow else (ctx.int64(value), np.int64)
+    marked = ctx.node("Where", [value.masked, ctx.constant(mark, kind), name])
     moved = move_integers(ctx, replace(value, name=marked, lo=mark, narrow=narrow, masked=""), step)
-    masked = b.node("Equal", [moved.name, b.constant(mark, np.int32 if moved.narrow else np.int64)])
-    if not reach(value) and not fill:  # a mask alone: no integers beside it
-        moved = replace(moved, name=b.constant(0, kind), lo=0)
+    masked = ctx.node("Equal", [moved.name, ctx.constant(mark, np.int32 if moved.narrow else np.int64)])
+    if not value.reach and not fill:  # a mask alone: no integers beside it
+        moved = replace(moved, name=ctx.constant(0, kind), lo=0)
     return replace(moved, masked=masked)
 
 
@@ -357,7 +349,7 @@ def integer_scores(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Return a value whose integers fit in int32 as int32; its mask stays beside it."""
     if value.narrow:
         return value
-    return replace(value, name=ctx.builder.cast(value.name, TensorProto.INT32), narrow=True)
+    return replace(value, name=ctx.cast(value.name, TensorProto.INT32), narrow=True)
 
 
 _SMALL: Mapping[int, type] = MappingProxyType(
@@ -381,15 +373,14 @@ def cast_to_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | 
         return None
     if value.array is not None:
         return Constant(value.array.astype(np.float32))
-    b = ctx.builder
     kind = value.dtype or ctx.types.get(node.input[0], TensorProto.UNDEFINED)
     if kind == TensorProto.BOOL:
-        return Lookup(b.cast(value.name, TensorProto.UINT8), np.asarray([0, 1], np.float32), None)
+        return Lookup(ctx.cast(value.name, TensorProto.UINT8), np.asarray([0, 1], np.float32), None)
     if kind == TensorProto.UINT8:
         return Lookup(value.name, np.arange(256, dtype=np.float32), None)
     if kind in _SMALL:
         info = np.iinfo(_SMALL[kind])
-        narrow = b.cast(value.name, TensorProto.INT32)
+        narrow = ctx.cast(value.name, TensorProto.INT32)
         return FixedPoint(
             narrow, np.ones(()), int(info.min), int(info.max), narrow=True, typed=kind == TensorProto.INT32
         )
@@ -397,8 +388,8 @@ def cast_to_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | 
         raise Refused("it takes uint32 or uint64 for numbers", "cast to int64 first")
     name, top = value.name, 1 << 53
     for op, bound in (("Less", -top), ("Greater", top)):
-        limit = constant64(ctx, bound)
-        name = b.node("Where", [b.node(op, [name, limit]), limit, name])
+        limit = ctx.constant64(bound)
+        name = ctx.node("Where", [ctx.node(op, [name, limit]), limit, name])
     return FixedPoint(name, np.ones(()), -top, top, typed=True)
 
 
@@ -410,7 +401,7 @@ def to_accumulator(ctx: LoweringContext, value: Value, encoding: ActivationEncod
         return value
     # one step beyond the grid on both sides: everything further out saturates as well
     reals = ((-encoding.zero_point - 1) * encoding.scale, (encoding.hi - encoding.zero_point + 1) * encoding.scale)
-    value = replace(value, source=value.source or ctx.builder.behind)
+    value = replace(value, source=value.source or ctx.behind)
     return term(ctx, value, reals, encoding.scale * 2.0**-16)
 
 

@@ -58,7 +58,7 @@ class Builder:
         self.proven: dict[str, tuple[int, int]] = {}  # bounds of 64-bit tensors, tighter than those of their operators
         self.row_sums: dict[str, int] = {}  # int32 sums along the last axis, and its length
         self.shuffles: dict[str, Shuffle] = {}  # of sums
-        self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
+        self.code_shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
         self._taken = set(reserved)
         self._constants: dict[tuple[Any, ...], str] = {}
 
@@ -75,6 +75,10 @@ class Builder:
             self.initializers.append(numpy_helper.from_array(values, name))
             self._constants[key] = name
         return self._constants[key]
+
+    def constant64(self, array: Any) -> str:
+        """Return the name of an int64 initializer with these values."""
+        return self.constant(array, np.int64)
 
     def packed(self, values: Array, bits: int, stem: str) -> str:
         """Return the name of a uint8 tensor of small constants, stored in 8, 4 or 2 bits and widened by a Cast."""
@@ -122,6 +126,10 @@ class Builder:
             yield self.nodes, self.initializers
         finally:
             self.nodes, self.initializers, self._constants = kept
+
+    def shifted_right(self, unsigned: str, by: Any, kind: type = np.uint64) -> str:
+        """Append a right shift of a tensor of an unsigned type, the only one that ONNX has."""
+        return self.node("BitShift", [unsigned, self.constant(by, kind)], direction="RIGHT")
 
     def cast(self, tensor: str, to: int, *, name: str | None = None) -> str:
         """Append a Cast."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -30,12 +29,13 @@ from onnx_backend.opening.stored_encodings import UNMARKED
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.proto.weightless import declared_types
+from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.planning.lower_bounds import lower_bounds, never_above_zero
 
 
 def max_pool(b: Builder, node: NodeProto) -> bool:
     """Write a MaxPool of uint8 codes of known sizes; return False, with nothing written, for any other node."""
-    sizes = b.shapes.get(node.input[0]) if node.op_type == "MaxPool" and len(node.output) == 1 else None
+    sizes = b.code_shapes.get(node.input[0]) if node.op_type == "MaxPool" and len(node.output) == 1 else None
     if sizes is None:
         return False
     attrs = attributes(node)
@@ -107,39 +107,45 @@ FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}
 _NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
 
-@dataclass(frozen=True)
-class LoweringContext:
-    """The state that all lowerings of one conversion share.
+class LoweringContext(Builder):
+    """The recorder of a conversion, and what it knows of the Q/DQ model.
 
     Attributes:
-        builder: where nodes are written.
         shapes: static dimensions of the Q/DQ model's tensors, None for a dynamic one.
         types: ONNX dtypes of the Q/DQ model's tensors.
         edges: `float` or `integer`.
         opset: the default-domain opset of the Q/DQ model.
         composes: True if a function of a table may be written as one table of that table's input.
+        reach: a tensor of the Q/DQ model -> numbers that its values are not below and not above, as the planner judges.
         inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
-        floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         sites: the codes of every QuantizeLinear's output (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
+        floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         softmaxes: the values that are a Softmax of codes or shares of rows, by tensor (filled on the way).
         undefined: node -> what it computes where ONNX leaves the result open (filled on the way).
-        reach: a tensor of the Q/DQ model -> numbers that its values are not below and not above, as the planner judges.
     """
 
-    builder: Builder
-    shapes: Mapping[str, tuple[int | None, ...]]
-    types: Mapping[str, int]
-    edges: str
-    opset: int
-    composes: bool = True
-    inputs: dict[str, list[Codes]] = field(default_factory=dict)
-    sites: dict[str, Codes] = field(default_factory=dict)
-    halves: dict[str, tuple[str, str]] = field(default_factory=dict)
-    floats: set[str] = field(default_factory=set)
-    softmaxes: dict[str, tuple[FixedPoint, Softmax | Shares]] = field(default_factory=dict)
-    undefined: dict[str, str] = field(default_factory=dict)
-    reach: Callable[[str], tuple[float, float]] = lambda name: (-math.inf, math.inf)
+    def __init__(
+        self,
+        reserved: Sequence[str],
+        rounding: Rounding,
+        shapes: Mapping[str, tuple[int | None, ...]],
+        types: Mapping[str, int],
+        *,
+        edges: str = "float",
+        opset: int = 21,
+        composes: bool = True,
+        reach: Callable[[str], tuple[float, float]] = lambda name: (-math.inf, math.inf),
+    ) -> None:
+        super().__init__(reserved, rounding)
+        self.shapes, self.types, self.edges, self.opset = shapes, types, edges, opset
+        self.composes, self.reach = composes, reach
+        self.inputs: dict[str, list[Codes]] = {}
+        self.sites: dict[str, Codes] = {}
+        self.halves: dict[str, tuple[str, str]] = {}
+        self.floats: set[str] = set()
+        self.softmaxes: dict[str, tuple[FixedPoint, Softmax | Shares]] = {}
+        self.undefined: dict[str, str] = {}
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
         """Return static dimensions of a tensor of the Q/DQ model.
@@ -165,8 +171,15 @@ class LoweringContext:
             raise Refused(f"how many axes {tensor!r} has is unknown", FIXED_SIZES)
         return len(shape)
 
+    def int64(self, value: FixedPoint) -> str:
+        """Return the name of the integers of a value as int64."""
+        self.proven.setdefault(value.name, (value.lo, value.hi))
+        return self.cast(value.name, TensorProto.INT64) if value.narrow else value.name
 
-def lowering_context(model: ModelProto, builder: Builder, edges: str, *, composes: bool = True) -> LoweringContext:
+
+def lowering_context(
+    model: ModelProto, reserved: Sequence[str], rounding: Rounding, edges: str, *, composes: bool
+) -> LoweringContext:
     """Return the context of a model, with shapes from ONNX shape inference."""
     known = with_inferred_shapes(model)
     graph, shapes = known.graph, static_sizes(known)
@@ -184,7 +197,7 @@ def lowering_context(model: ModelProto, builder: Builder, edges: str, *, compose
         least, below = bounds()
         return least.get(name, -math.inf), 0.0 if name in below else math.inf
 
-    return LoweringContext(builder, shapes, types, edges, opset, composes, reach=reach)
+    return LoweringContext(reserved, rounding, shapes, types, edges=edges, opset=opset, composes=composes, reach=reach)
 
 
 def label(node: NodeProto) -> str:
@@ -204,7 +217,7 @@ def integer_name(ctx: LoweringContext, value: Value | None) -> str:
         raise Refused("it computes on quantized codes directly", "put a DequantizeLinear in front of it")
     if not isinstance(value, Integers):
         raise Refused("one of its shape or index inputs is a float tensor", "compute it on int64")
-    return value.name if value.array is None else ctx.builder.constant(value.array)
+    return value.name if value.array is None else ctx.constant(value.array)
 
 
 def constant_integers(value: Value | None) -> list[int] | None:
@@ -256,18 +269,17 @@ def move(ctx: LoweringContext, step: Movement, codes: str, encoding: ActivationE
         return _largest_of_slices(ctx, step.node, codes, name)
     node = NodeProto()
     node.CopyFrom(step.node)
-    b = ctx.builder
-    outputs = [b.fresh(name if i == step.output else f"{name}.unused") for i in range(len(node.output))]
+    outputs = [ctx.fresh(name if i == step.output else f"{name}.unused") for i in range(len(node.output))]
     inputs = [codes, *step.inputs]
     if step.fill is not None:
-        inputs.insert(2, b.constant(encoding.quantize(step.fill), encoding.kind))
+        inputs.insert(2, ctx.constant(encoding.quantize(step.fill), encoding.kind))
     while inputs and not inputs[-1]:
         inputs.pop()
     del node.input[:], node.output[:]
     node.input.extend(inputs)
     node.output.extend(outputs)
     node.name = f"{outputs[step.output]}_node"
-    b.nodes.append(node)
+    ctx.nodes.append(node)
     return outputs[step.output]
 
 
@@ -281,7 +293,7 @@ def concat_codes(ctx: LoweringContext, value: Value, name: str) -> Value:
         return value
     if any(not np.array_equal(part.values, first.values) for part in parts):
         return value
-    codes = ctx.builder.node("Concat", [part.name for part in parts], axis=value.axis, name=name)
+    codes = ctx.node("Concat", [part.name for part in parts], axis=value.axis, name=name)
     return dequantize_codes(codes, first.encoding) if first.encoding else Lookup(codes, first.values, None)
 
 
@@ -296,12 +308,11 @@ def _largest_of_slices(ctx: LoweringContext, node: NodeProto, codes: str, name: 
         raise Refused("a MaxPool of 16 bits with auto_pad", "write its pads as numbers")
     axes = range(2, 2 + len(attrs["kernel_shape"]))
     sizes, wanted = (ctx.sizes(tensor, axes) for tensor in (node.input[0], node.output[0]))
-    return largest_of_slices(ctx.builder, codes, attrs, sizes, wanted, name)
+    return largest_of_slices(ctx, codes, attrs, sizes, wanted, name)
 
 
 def gathered_as(ctx: LoweringContext, codes: str, table: Array, name: str) -> str:
     """Emit a table look-up of another dtype than codes: GatherElements on the flattened tensor is the fast form."""
-    b = ctx.builder
-    flat = b.node("Reshape", [b.cast(codes, TensorProto.INT32), b.constant([-1], np.int64)])
-    found = b.node("GatherElements", [b.constant(table), flat], axis=0)
-    return b.node("Reshape", [found, b.node("Shape", [codes])], name=name)
+    flat = ctx.node("Reshape", [ctx.cast(codes, TensorProto.INT32), ctx.constant([-1], np.int64)])
+    found = ctx.node("GatherElements", [ctx.constant(table), flat], axis=0)
+    return ctx.node("Reshape", [found, ctx.node("Shape", [codes])], name=name)

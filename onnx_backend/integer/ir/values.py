@@ -57,6 +57,26 @@ class FixedPoint:
     typed: bool = False
     source: str = ""
 
+    @property
+    def reach(self) -> int:
+        """Return the largest magnitude of the integers."""
+        return max(abs(self.lo), abs(self.hi))
+
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of the largest magnitude of the integers."""
+        return self.reach.bit_length()
+
+    @property
+    def spread(self) -> float:
+        """Return the largest error of the integers, in their own unit."""
+        return self.error + self.relative * self.reach
+
+    @property
+    def inexact(self) -> bool:
+        """Return True if the integers have an error: below 2**-16 of one it comes from rounded scales alone."""
+        return self.spread > 2.0**-16
+
 
 @dataclass(frozen=True)
 class CodedConstant:

@@ -202,7 +202,7 @@ def _product(ctx: LoweringContext, node: NodeProto, left: Value | None, right: V
         sides = bytes_of(ctx, left) if both_wide else [(left.name, left.encoding)]
         return products(ctx, node, "Mul", sides, [(right.name, right.encoding)])
     first, second = factor(ctx, left, "its first input"), factor(ctx, right, "its second input")
-    product = ctx.builder.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
+    product = ctx.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
     ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
     low, high = (np.asarray(end, np.int64) for end in (min(ends), max(ends)))
     return accumulate(product, np.asarray(first.scale * second.scale, np.float64), low, high, node)
@@ -311,7 +311,7 @@ def copied(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[V
                 "it makes a float tensor from integers",
                 "compute it on integers, or store its result if it never changes",
             )
-    outputs = ctx.builder.copy(node, [integer_name(ctx, arg) for arg in args])
+    outputs = ctx.copy(node, [integer_name(ctx, arg) for arg in args])
     values = tuple(Integers(o, dtype=ctx.types.get(n, 0)) for n, o in zip(node.output, outputs, strict=True))
     return values[0] if len(values) == 1 else values
 

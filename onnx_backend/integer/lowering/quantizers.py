@@ -65,16 +65,14 @@ def enter(ctx: LoweringContext, value: FloatInput, encoding: ActivationEncoding,
     lo, hi = (int(encoding.quantize(bound)) for bound in (value.lo, value.hi))
     if (lo, hi) == (0, encoding.hi):
         return found
-    b = ctx.builder
-    return b.node("Clip", [found, b.constant(lo, encoding.kind), b.constant(hi, encoding.kind)], name=name)
+    return ctx.node("Clip", [found, ctx.constant(lo, encoding.kind), ctx.constant(hi, encoding.kind)], name=name)
 
 
 def _edge_in(ctx: LoweringContext, tensor: str, encoding: ActivationEncoding, name: str) -> str:
-    b = ctx.builder
     if ctx.edges == "float":
-        return quantize_input(b, tensor, encoding, name)
-    codes = from_stored_dtype(b, tensor, encoding, name)
-    return codes if GRIDS[encoding.dtype][0] else _on_grid(b, codes, encoding, name)
+        return quantize_input(ctx, tensor, encoding, name)
+    codes = from_stored_dtype(ctx, tensor, encoding, name)
+    return codes if GRIDS[encoding.dtype][0] else _on_grid(ctx, codes, encoding, name)
 
 
 def _whole(encoding: ActivationEncoding) -> bool:
@@ -114,19 +112,18 @@ def leave(ctx: LoweringContext, value: Value, output: str) -> Codes | None:
     Raises:
         Refused: the output is a float tensor that no QuantizeLinear precedes.
     """
-    b = ctx.builder
     if isinstance(value, Failed):
         return None
     if isinstance(value, Integers) and value.name == output:
         return None  # an integer input that leaves as it is
     if isinstance(value, Integers):
-        _append(b, "Identity", [integer_name(ctx, value)], output)
+        _append(ctx, "Identity", [integer_name(ctx, value)], output)
         return None
     if isinstance(value, Codes):
         _stored(ctx, value, output)
         return value
     if isinstance(value, Floating) and ctx.edges == "float":
-        _append(b, "Identity", [value.name], output)
+        _append(ctx, "Identity", [value.name], output)
         ctx.floats.add(output)
         return None
     if isinstance(value, Joined) and ctx.edges == "float":
@@ -147,9 +144,11 @@ def leave(ctx: LoweringContext, value: Value, output: str) -> Codes | None:
     if ctx.edges == "integer":
         _stored(ctx, codes, output)
         return codes
-    scale = b.constant(value.encoding.scale, np.float32, f"{output}.scale")
-    zero = b.constant(value.encoding.zero_point, np.uint16 if value.encoding.wide else np.uint8, f"{output}.zero_point")
-    _append(b, "DequantizeLinear", [_unsigned(b, value.name, value.encoding), scale, zero], output)
+    scale = ctx.constant(value.encoding.scale, np.float32, f"{output}.scale")
+    zero = ctx.constant(
+        value.encoding.zero_point, np.uint16 if value.encoding.wide else np.uint8, f"{output}.zero_point"
+    )
+    _append(ctx, "DequantizeLinear", [_unsigned(ctx, value.name, value.encoding), scale, zero], output)
     return codes
 
 
@@ -176,7 +175,7 @@ def _leave_joined(ctx: LoweringContext, value: Joined, output: str) -> None:
     Raises:
         Refused: a part is not quantized, its size is not static, or no one axis tells the parts apart.
     """
-    b, whole = ctx.builder, _assembly(ctx, value, output)
+    whole = _assembly(ctx, value, output)
     wide = whole.kind != TensorProto.UINT8
     kind = np.uint16 if wide else np.uint8
     scales = np.array([encoding.scale for encoding in whole.encodings], np.float32)
@@ -184,8 +183,8 @@ def _leave_joined(ctx: LoweringContext, value: Joined, output: str) -> None:
     axis = {} if whole.axis is None else {"axis": whole.axis}
     if whole.axis is None:
         scales, zeros = scales[0], zeros[0]
-    names = [b.constant(scales, np.float32, f"{output}.scale"), b.constant(zeros, kind, f"{output}.zero_point")]
-    _append(b, "DequantizeLinear", [whole.unsigned(b, wide=wide), *names], output, **axis)
+    names = [ctx.constant(scales, np.float32, f"{output}.scale"), ctx.constant(zeros, kind, f"{output}.zero_point")]
+    _append(ctx, "DequantizeLinear", [whole.unsigned(ctx, wide=wide), *names], output, **axis)
 
 
 def _assembly(ctx: LoweringContext, value: Value, output: str) -> _Assembly:
@@ -194,7 +193,7 @@ def _assembly(ctx: LoweringContext, value: Value, output: str) -> _Assembly:
         return _Assembly(value.name, None, (value.encoding,), value.encoding.onnx_kind)
     if isinstance(value, Constant):
         encoding = _grid_of(value.values)
-        codes = ctx.builder.constant(encoding.quantize(value.values), encoding.kind)
+        codes = ctx.constant(encoding.quantize(value.values), encoding.kind)
         return _Assembly(codes, None, (encoding,), encoding.onnx_kind)
     if not isinstance(value, Joined):
         raise Refused("it is a Concat of parts that are not all quantized", _APART)
@@ -209,7 +208,7 @@ def _assembly(ctx: LoweringContext, value: Value, output: str) -> _Assembly:
 def _joined(ctx: LoweringContext, value: Joined, parts: Sequence[_Assembly]) -> _Assembly:
     wide, axes = any(part.kind != TensorProto.UINT8 for part in parts), {part.axis for part in parts}
     kind = int(TensorProto.UINT16 if wide else TensorProto.UINT8)
-    codes = ctx.builder.node("Concat", [part.unsigned(ctx.builder, wide=wide) for part in parts], axis=value.axis)
+    codes = ctx.node("Concat", [part.unsigned(ctx, wide=wide) for part in parts], axis=value.axis)
     if len({(part.axis, part.encodings) for part in parts}) == 1 and axes != {value.axis}:
         return _Assembly(codes, parts[0].axis, parts[0].encodings, kind)
     if not axes <= {None, value.axis}:
@@ -264,14 +263,14 @@ def _unsigned(b: Builder, codes: str, encoding: ActivationEncoding) -> str:
 
 def _stored(ctx: LoweringContext, codes: Codes, output: str) -> None:
     """Emit codes in the dtype in which the Q/DQ model stores them (4-bit grids in 8 bits)."""
-    b, up = ctx.builder, GRIDS[codes.encoding.dtype][0]
+    up = GRIDS[codes.encoding.dtype][0]
     if not up and not codes.encoding.wide:
-        _append(b, "Identity", [codes.name], output)
+        _append(ctx, "Identity", [codes.name], output)
         return
     lowered = codes.name
     if up:
-        lowered = b.node("Sub", [b.cast(codes.name, TensorProto.INT32), b.constant(up, np.int32)])
-    _append(b, "Cast", [lowered], output, to=edge_dtype(codes.encoding))
+        lowered = ctx.node("Sub", [ctx.cast(codes.name, TensorProto.INT32), ctx.constant(up, np.int32)])
+    _append(ctx, "Cast", [lowered], output, to=edge_dtype(codes.encoding))
 
 
 def _append(b: Builder, op_type: str, inputs: Sequence[str], output: str, **attrs: Any) -> None:
@@ -292,30 +291,29 @@ def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, n
     Raises:
         Refused: the value cannot be brought to that encoding with integers.
     """
-    b = ctx.builder
     if isinstance(value, Lookup):
-        return look_up(b, value, encoding, name)
+        return look_up(ctx, value, encoding, name)
     if isinstance(value, Constant):
-        return b.constant(encoding.quantize(value.values), encoding.kind, name)
+        return ctx.constant(encoding.quantize(value.values), encoding.kind, name)
     if isinstance(value, Linear):
-        codes = requantize(b, value, encoding, name)
+        codes = requantize(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)
     if isinstance(value, Bent):
-        return _unbent(b, value, encoding, name)
+        return _unbent(ctx, value, encoding, name)
     if isinstance(value, Selected):
         chosen = [to_codes(ctx, part, encoding, f"{name}.{i}") for i, part in enumerate(value.parts)]
         inputs = [chosen[i] if isinstance(i, int) else i for i in value.inputs]
-        codes = b.node(value.node.op_type, inputs, name=name, **attributes(value.node))
+        codes = ctx.node(value.node.op_type, inputs, name=name, **attributes(value.node))
         return _moved(ctx, value.after, codes, encoding, name)
     if isinstance(value, Joined):
         parts = [to_codes(ctx, part, encoding, f"{name}.{i}") for i, part in enumerate(value.parts)]
-        joined = b.fresh(name)
-        b.nodes.append(Join(tuple(parts), encoding, value.axis, joined, b.label))
+        joined = ctx.fresh(name)
+        ctx.nodes.append(Join(tuple(parts), encoding, value.axis, joined, ctx.label))
         return _moved(ctx, value.after, joined, encoding, name)
     if isinstance(value, Pending):
         return _moved(ctx, value.after, to_codes(ctx, value.value, encoding, f"{name}.unmoved"), encoding, name)
     if isinstance(value, Floating):
-        return quantize_input(b, value.name, encoding, name)
+        return quantize_input(ctx, value.name, encoding, name)
     if isinstance(value, FloatInput):
         codes = enter(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)
@@ -381,7 +379,7 @@ def quantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 def _note_softmax(ctx: LoweringContext, value: Value) -> None:
     """Mark the requantization just recorded as that of a Softmax."""
-    nodes = ctx.builder.nodes
+    nodes = ctx.nodes
     known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, FixedPoint) else (None, None)
     if known is None or not isinstance(value, FixedPoint) or not isinstance(nodes[-1], Requantization):
         return
@@ -435,7 +433,7 @@ def dequantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 def _dequantized_tensor(ctx: LoweringContext, node: NodeProto, value: Integers, encoding: ActivationEncoding) -> Value:
     """Return an 8-bit or 16-bit tensor that enters as such (an integer input, a gathered table) as codes."""
-    return dequantize_codes(from_stored_dtype(ctx.builder, value.name, encoding, f"{node.output[0]}.codes"), encoding)
+    return dequantize_codes(from_stored_dtype(ctx, value.name, encoding, f"{node.output[0]}.codes"), encoding)
 
 
 def _scale(value: Value | None) -> Array:

@@ -82,13 +82,12 @@ def keep_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
         Refused: an input has no float form.
     """
     require_no_bodies(node)
-    b = ctx.builder
-    before = len(b.nodes)
+    before = len(ctx.nodes)
     inputs = [_as_float(ctx, arg, name) if arg is not None else "" for arg, name in zip(args, node.input, strict=True)]
-    outputs = b.copy(node, inputs)
-    written = [written for written in b.nodes[before:] if isinstance(written, NodeProto)]
+    outputs = ctx.copy(node, inputs)
+    written = [written for written in ctx.nodes[before:] if isinstance(written, NodeProto)]
     ctx.floats.update(name for one in written for name in one.output)
-    stored = {tensor.name for tensor in b.initializers if tensor.data_type == TensorProto.FLOAT}
+    stored = {tensor.name for tensor in ctx.initializers if tensor.data_type == TensorProto.FLOAT}
     ctx.floats.update(name for one in written for name in one.input if name in stored)
     kinds = [ctx.types.get(name, int(TensorProto.UNDEFINED)) for name in node.output]
     found: tuple[Value, ...] = tuple(
@@ -99,22 +98,21 @@ def keep_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
 
 
 def _as_float(ctx: LoweringContext, value: Value, tensor: str) -> str:
-    b = ctx.builder
     if isinstance(value, Floating):
         return value.name
     if isinstance(value, Integers):
         return integer_name(ctx, value)
     if isinstance(value, Constant):
-        return b.constant(value.values, np.float32)
+        return ctx.constant(value.values, np.float32)
     if isinstance(value, FloatInput) and not value.after and (value.lo, value.hi) == (-np.inf, np.inf):
         if ctx.edges != "float":
             raise Refused(f"it reads the float input {value.name!r}", 'use edges="float"')
         ctx.floats.add(value.name)
         return value.name
     if isinstance(value, Lookup) and value.encoding is not None:
-        return _dequantized(b, value.name, value.encoding)
+        return _dequantized(ctx, value.name, value.encoding)
     if isinstance(value, Lookup):
-        return b.node("Gather", [b.constant(value.values, np.float32), b.cast(value.name, TensorProto.INT32)])
+        return ctx.node("Gather", [ctx.constant(value.values, np.float32), ctx.cast(value.name, TensorProto.INT32)])
     if isinstance(value, Linear):
         return _summed(ctx, value)
     try:
@@ -128,12 +126,11 @@ def _of_fixed(ctx: LoweringContext, value: FixedPoint) -> str:
     """Return fixed point as the float that it represents."""
     if value.missing or value.infinite:
         raise Refused("integers stand for its NaN or infinities", "name the node that makes it in allow_float")
-    b = ctx.builder
-    found = b.node("Mul", [b.cast(value.name, TensorProto.FLOAT), b.constant(value.scale, np.float32)])
+    found = ctx.node("Mul", [ctx.cast(value.name, TensorProto.FLOAT), ctx.constant(value.scale, np.float32)])
     if np.any(value.constant):
-        found = b.node("Add", [found, b.constant(value.constant, np.float32)])
+        found = ctx.node("Add", [found, ctx.constant(value.constant, np.float32)])
     if value.masked:
-        found = b.node("Where", [value.masked, b.constant(value.floor, np.float32), found])
+        found = ctx.node("Where", [value.masked, ctx.constant(value.floor, np.float32), found])
     return found
 
 
@@ -147,17 +144,17 @@ def _dequantized(b: Builder, codes: str, encoding: ActivationEncoding) -> str:
 
 def _summed(ctx: LoweringContext, value: Linear) -> str:
     """Return accumulators as the float sum that they represent."""
-    b, total = ctx.builder, ""
+    total = ""
     for term in value.terms:
-        centred = b.node("Sub", [b.cast(term.name, TensorProto.INT32), b.constant(term.zero, np.int32)])
-        part = b.node("Mul", [b.cast(centred, TensorProto.FLOAT), b.constant(term.scale, np.float32)])
-        total = b.node("Add", [total, part]) if total else part
+        centred = ctx.node("Sub", [ctx.cast(term.name, TensorProto.INT32), ctx.constant(term.zero, np.int32)])
+        part = ctx.node("Mul", [ctx.cast(centred, TensorProto.FLOAT), ctx.constant(term.scale, np.float32)])
+        total = ctx.node("Add", [total, part]) if total else part
     if np.any(value.constant):
-        total = b.node("Add", [total, b.constant(value.constant, np.float32)])
+        total = ctx.node("Add", [total, ctx.constant(value.constant, np.float32)])
     if np.isfinite(value.lo):
-        total = b.node("Max", [total, b.constant(value.lo, np.float32)])
+        total = ctx.node("Max", [total, ctx.constant(value.lo, np.float32)])
     if np.isfinite(value.hi):
-        total = b.node("Min", [total, b.constant(value.hi, np.float32)])
+        total = ctx.node("Min", [total, ctx.constant(value.hi, np.float32)])
     for step in value.after:
         if step.fill is not None:
             raise Refused("a Pad stands in front of it", "name the Pad in allow_float too")
@@ -293,9 +290,9 @@ def walk(model: ModelProto, ctx: LoweringContext, islands: Islands) -> tuple[dic
         found: Value | tuple[Value, ...] = Failed()
         args = [values.get(name, Failed()) if name else None for name in node.input]
         if not any(isinstance(arg, Failed) for arg in args) or node.op_type == "QuantizeLinear":
-            ctx.builder.label, ctx.builder.behind = label(node), makers.get(node.input[0] if node.input else "", "")
+            ctx.label, ctx.behind = label(node), makers.get(node.input[0] if node.input else "", "")
             points = [arg.encoding.zero_point for arg in args if isinstance(arg, Lookup) and arg.encoding]
-            ctx.builder.facts[label(node)] = {"op_type": node.op_type, "input_zero_points": points}
+            ctx.facts[label(node)] = {"op_type": node.op_type, "input_zero_points": points}
             try:
                 kept = islands.match(node) if node.op_type not in QDQ else False
                 found = keep_float(ctx, node, args) if kept else _lowered(ctx, node, args)

@@ -5,7 +5,6 @@ from integer_comparison import compare
 from integer_models import LEVELS, run
 from onnx import TensorProto, checker, helper
 
-from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import FixedPoint
 from onnx_backend.integer.reference.run import run_reference
@@ -47,9 +46,9 @@ def require_exact(model, feeds, exact, *, differing=0.001, tolerance=0.002, satu
 
 def surroundings(**shapes):
     """A context to write into, with the shapes of tensors."""
-    builder = Builder(list(shapes), "half_even")
-    builder.label = "test"
-    return LoweringContext(builder, shapes, {}, "float", 21)
+    context = LoweringContext(list(shapes), "half_even", shapes, {})
+    context.label = "test"
+    return context
 
 
 def integers_of(function, *arrays, bounds=None, scales=None, narrow=False, constants=None):
@@ -68,11 +67,11 @@ def integers_of(function, *arrays, bounds=None, scales=None, narrow=False, const
     found = function(ctx, *values)
     kind, dtype = KINDS[narrow]
     inputs = [helper.make_tensor_value_info(n, kind, a.shape) for n, a in zip(names, arrays, strict=True)]
-    nodes = [*ctx.builder.nodes, helper.make_node("Identity", [found.name], ["y"])]
+    nodes = [*ctx.nodes, helper.make_node("Identity", [found.name], ["y"])]
     feeds = {n: a.astype(dtype) for n, a in zip(names, arrays, strict=True)}
-    model = _model(nodes, inputs, found, None, ctx.builder.initializers)
+    model = _model(nodes, inputs, found, None, ctx.initializers)
     integers = run_reference(model, feeds)["y"]
-    model = _model(nodes, inputs, found, integers.shape, ctx.builder.initializers)
+    model = _model(nodes, inputs, found, integers.shape, ctx.initializers)
     checker.check_model(model, full_check=True)
     for level in LEVELS:
         np.testing.assert_array_equal(run(model, feeds, level)["y"], integers, err_msg=level)

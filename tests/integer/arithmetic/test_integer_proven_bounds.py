@@ -16,7 +16,7 @@ from onnx_backend.integer.reference.run import run_reference
 
 def every_tensor(ctx, feeds):
     """Every tensor, with int64 where int32 could overflow unseen."""
-    b = ctx.builder
+    b = ctx
     wide = []
     for tensor in b.initializers:
         array = numpy_helper.to_array(tensor)
@@ -37,10 +37,10 @@ def every_tensor(ctx, feeds):
 
 
 def require_proven(ctx, tensors):
-    checked = [name for name in ctx.builder.proven if name in tensors]
+    checked = [name for name in ctx.proven if name in tensors]
     assert len(checked) > 20
     for name in checked:
-        least, most = ctx.builder.proven[name]
+        least, most = ctx.proven[name]
         assert least <= int(tensors[name].min()), (name, least)
         assert int(tensors[name].max()) <= most, (name, most)
 

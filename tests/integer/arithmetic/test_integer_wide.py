@@ -99,7 +99,7 @@ def test_an_error_of_the_input_counts():
         exact = FixedPoint("x", np.ones(()), 1000, 2000)
         rough = FixedPoint("x", np.ones(()), 1000, 2000, error=10.0)
         found = [method(surroundings(x=(2,)), value) for value in (exact, rough)]
-        moved = [fixed_arithmetic.spread(f) * float(f.scale) for f in found]
+        moved = [f.spread * float(f.scale) for f in found]
         steepest = {
             "square_root": 0.5 / 1000**0.5,
             "reciprocal": 1e-6,
@@ -135,7 +135,7 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
     ):
         found, integers = integers_of(function, *arrays, bounds=bounds, scales=scales)
         real = np.array([Fraction(int(v)) * Fraction(float(found.scale)) for v in integers])
-        allowed = fixed_arithmetic.spread(found) * abs(float(found.scale))
+        allowed = found.spread * abs(float(found.scale))
         # a product's scale is a product in float64, rounded once
         assert np.all(np.abs(real - exact) <= Fraction(allowed) + Fraction(2) ** -50 * np.abs(exact))
         whole = (
@@ -330,7 +330,7 @@ def test_curves_are_within_their_error(name, attrs, scale, bounds):
     exact = np.where(np.abs(values * scale) > 100, _line(curve, values * scale, function), exact)
     require_near(found, integers, exact)
     assert found.error * abs(found.scale) < 2.0**-21 * max(1.0, curve.bend) * max(
-        1.0, fixed_arithmetic.reach(found) * abs(found.scale) / 64
+        1.0, found.reach * abs(found.scale) / 64
     )
 
 

@@ -101,19 +101,19 @@ def conv_transpose(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     phases = math.prod(axis.stride for axis in axes)
     # one scale per output channel of a group; the groups share them
     scale = np.tile(coded.scale, group) if coded.axis is not None else coded.scale.reshape(())
-    channels, b, parts = (-1, *(1 for _ in axes)), ctx.builder, []
+    channels, parts = (-1, *(1 for _ in axes)), []
     pads = [axis.reach - axis.first for axis in axes] + [axis.after for axis in axes]
     for (codes, encoding), part in itertools.product(activation, weight_parts(replace(coded, scale=scale), integers)):
-        result = b.fresh(f"{node.output[0]}.phases")
+        result = ctx.fresh(f"{node.output[0]}.phases")
         phased = np.repeat(part.scale, phases) if part.scale.ndim else part.scale
         layer = (part.integers, *weight_storage(ctx, part, part.integers), phased, {"group": group, "pads": pads})
-        b.nodes.append(
-            Accumulation("Conv", codes, encoding, *layer, False, node.input[1], result, b.label, 2 + len(axes))
+        ctx.nodes.append(
+            Accumulation("Conv", codes, encoding, *layer, False, node.input[1], result, ctx.label, 2 + len(axes))
         )
         move = partial(_shuffled, ctx, node, axes=axes, channels=integers.shape[0] // phases)
         accumulator = move(result)
         if accumulator != result:
-            b.shuffles[accumulator] = Shuffle(result, phases, move)
+            ctx.shuffles[accumulator] = Shuffle(result, phases, move)
         low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, integers.ndim)))
         low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
         shaped = encoding.scale * (part.scale.reshape(channels) if part.scale.ndim else part.scale)
@@ -171,7 +171,6 @@ def _shuffled(ctx: LoweringContext, node: NodeProto, tensor: str, axes: Sequence
     One axis at a time, the last one first: each is a transposition of two axes, which is several times faster in ONNX
     Runtime than one of six.
     """
-    b = ctx.builder
     strides = [axis.stride for axis in axes]
     sizes = _sizes(ctx, node, tensor, axes)
     shape = ctx.shapes.get(node.input[0])
@@ -183,15 +182,15 @@ def _shuffled(ctx: LoweringContext, node: NodeProto, tensor: str, axes: Sequence
                 continue
             inner = [_times(ctx, size, stride) for size, stride in zip(sizes[i + 1 :], strides[i + 1 :], strict=True)]
             view = [-1, strides[i], _product(ctx, sizes[: i + 1]), _product(ctx, inner)]
-            out = b.node("Reshape", [out, _shape(ctx, view)])
-            out = b.node("Transpose", [out], perm=[0, 2, 1, 3])
+            out = ctx.node("Reshape", [out, _shape(ctx, view)])
+            out = ctx.node("Transpose", [out], perm=[0, 2, 1, 3])
         full = [_times(ctx, size, stride) for size, stride in zip(sizes, strides, strict=True)]
-        out = b.node("Reshape", [out, _shape(ctx, [batch, channels, *full])])
+        out = ctx.node("Reshape", [out, _shape(ctx, [batch, channels, *full])])
     cuts = [axis.cut for axis in axes]
     if any(begin or end for begin, end in cuts):
-        starts = b.constant([begin for begin, _ in cuts], np.int64)
-        ends = b.constant([-end if end else _NO_END for _, end in cuts], np.int64)
-        out = b.node("Slice", [out, starts, ends, b.constant(np.arange(2, 2 + len(cuts)), np.int64)])
+        starts = ctx.constant([begin for begin, _ in cuts], np.int64)
+        ends = ctx.constant([-end if end else _NO_END for _, end in cuts], np.int64)
+        out = ctx.node("Slice", [out, starts, ends, ctx.constant(np.arange(2, 2 + len(cuts)), np.int64)])
     return out
 
 
@@ -204,14 +203,14 @@ def _sizes(ctx: LoweringContext, node: NodeProto, tensor: str, axes: Sequence[_A
         if size is not None:
             found.append(size - axis.first + axis.after)
         else:
-            found.append(ctx.builder.node("Shape", [tensor], start=2 + i, end=3 + i))
+            found.append(ctx.node("Shape", [tensor], start=2 + i, end=3 + i))
     return found
 
 
 def _times(ctx: LoweringContext, size: Size, factor: Size) -> Size:
     if isinstance(size, int) and isinstance(factor, int):
         return size * factor
-    return ctx.builder.node("Mul", [_shape(ctx, [size]), _shape(ctx, [factor])])
+    return ctx.node("Mul", [_shape(ctx, [size]), _shape(ctx, [factor])])
 
 
 def _product(ctx: LoweringContext, sizes: Sequence[Size]) -> Size:
@@ -222,8 +221,7 @@ def _product(ctx: LoweringContext, sizes: Sequence[Size]) -> Size:
 
 
 def _shape(ctx: LoweringContext, sizes: Sequence[Size]) -> str:
-    b = ctx.builder
     if all(isinstance(size, int) for size in sizes):
-        return b.constant(list(sizes), np.int64)
-    parts = [b.constant([size], np.int64) if isinstance(size, int) else size for size in sizes]
-    return parts[0] if len(parts) == 1 else b.node("Concat", parts, axis=0)
+        return ctx.constant(list(sizes), np.int64)
+    parts = [ctx.constant([size], np.int64) if isinstance(size, int) else size for size in sizes]
+    return parts[0] if len(parts) == 1 else ctx.node("Concat", parts, axis=0)

@@ -55,11 +55,10 @@ def bytes_of(ctx: LoweringContext, value: Value | None, what: str = "its input")
     if not encoding.wide:
         return [(codes, encoding)]
     if codes not in ctx.halves:
-        b = ctx.builder
-        shifted = b.node("BitShift", [b.cast(codes, TensorProto.UINT32), b.constant(8, np.uint32)], direction="RIGHT")
-        high = b.cast(shifted, TensorProto.UINT8, name=f"{codes}.high")
-        rest = b.node("BitwiseAnd", [codes, b.constant(255, np.int32)])
-        ctx.halves[codes] = (high, b.cast(rest, TensorProto.UINT8, name=f"{codes}.low"))
+        shifted = ctx.shifted_right(ctx.cast(codes, TensorProto.UINT32), 8, np.uint32)
+        high = ctx.cast(shifted, TensorProto.UINT8, name=f"{codes}.high")
+        rest = ctx.node("BitwiseAnd", [codes, ctx.constant(255, np.int32)])
+        ctx.halves[codes] = (high, ctx.cast(rest, TensorProto.UINT8, name=f"{codes}.low"))
     high, low = ctx.halves[codes]
     above = ActivationEncoding(encoding.scale * 256.0, encoding.zero_point >> 8, TensorProto.UINT8)
     return [(high, above), (low, ActivationEncoding(encoding.scale, encoding.zero_point & 255, TensorProto.UINT8))]
@@ -106,7 +105,7 @@ def factor(ctx: LoweringContext, value: Value | None, what: str) -> Factor:
     if isinstance(value, Joined) and all(step.fill is None for step in value.after):
         parts = [factor(ctx, part, what) for part in value.parts]
         if len({part.scale for part in parts}) == 1:
-            name = ctx.builder.node("Concat", [part.name for part in parts], axis=value.axis)
+            name = ctx.node("Concat", [part.name for part in parts], axis=value.axis)
             for step in value.after:
                 name = move(ctx, step, name, _MOVED, name)
             return Factor(name, parts[0].scale, min(p.low for p in parts), max(p.high for p in parts))
@@ -117,10 +116,9 @@ def factor(ctx: LoweringContext, value: Value | None, what: str) -> Factor:
     else:
         codes = value.name
     scale, zero, hi = line
-    b = ctx.builder
-    operands = [b.cast(codes, TensorProto.INT32), b.constant(zero, np.int32)]
+    operands = [ctx.cast(codes, TensorProto.INT32), ctx.constant(zero, np.int32)]
     ends = (-zero, hi - zero) if scale > 0 else (zero - hi, zero)
-    return Factor(b.node("Sub", operands if scale > 0 else operands[::-1]), abs(scale), *ends)
+    return Factor(ctx.node("Sub", operands if scale > 0 else operands[::-1]), abs(scale), *ends)
 
 
 def as_sum(ctx: LoweringContext, value: Value | None) -> Value | None:
@@ -245,8 +243,7 @@ def weight_storage(ctx: LoweringContext, coded: CodedConstant, integers: Array) 
             "quantize it to 8 bits with a zero point of 0",
         )
     zero = min(max((top + 1) // 2, -low), top - high)
-    b = ctx.builder
-    b.facts[b.label].update(weight_bits=bits, weight_zero_point=zero)
+    ctx.facts[ctx.label].update(weight_bits=bits, weight_zero_point=zero)
     return zero, bits
 
 
@@ -298,7 +295,7 @@ def conv(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     parts = []
     for (padded, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
         low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, rank)))
-        codes, attrs = _with_zeros_of(ctx.builder, padded, encoding, attributes(node))
+        codes, attrs = _with_zeros_of(ctx, padded, encoding, attributes(node))
         result = _recorded(ctx, node, part, part.integers, 1, (codes, encoding), attrs)
         scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
         ends = low.reshape(channels), high.reshape(channels)
@@ -339,14 +336,13 @@ def _recorded(
 ) -> str:
     """Record the sum of products of a layer whose weight is input `index` of its node; return it."""
     zero, bits = weight_storage(ctx, coded, integers)
-    b = ctx.builder
-    result = b.fresh(f"{node.output[0]}.accumulator")
+    result = ctx.fresh(f"{node.output[0]}.accumulator")
     op_type = "MatMul" if attrs is None else "Conv"
     stem, first = node.input[index], attrs is None and index == 0
     shape = ctx.shapes.get(node.input[1 - index])
     rank = None if shape is None else len(shape)
-    layer = (*activation, integers, zero, bits, coded.scale, attrs or {}, first, stem, result, b.label, rank)
-    b.nodes.append(Accumulation(op_type, *layer))
+    layer = (*activation, integers, zero, bits, coded.scale, attrs or {}, first, stem, result, ctx.label, rank)
+    ctx.nodes.append(Accumulation(op_type, *layer))
     return result
 
 
@@ -445,7 +441,7 @@ def gemm(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     transposed = bool(attrs.get("transB", 0))
     activation = bytes_of(ctx, args[0])
     if attrs.get("transA", 0):
-        activation = [(ctx.builder.node("Transpose", [codes], perm=[1, 0]), e) for codes, e in activation]
+        activation = [(ctx.node("Transpose", [codes], perm=[1, 0]), e) for codes, e in activation]
     coded = coded_weight(args[1], 0 if transposed else 1, activation)
     integers = coded.integers.T if transposed else coded.integers
     value = _matmul(ctx, node, activation, coded, integers)
@@ -483,13 +479,13 @@ def _matmul_vector(ctx: LoweringContext, node: NodeProto, args: Args, place: int
         axis = None if coded.axis is None else 1 - place  # the one that is summed over
         coded = replace(coded, integers=coded.integers.reshape(matrix.shape), axis=axis)
     value = matmul(ctx, node, [Constant(matrix, coded) if index == place else arg for index, arg in enumerate(args)])
-    lost = ctx.builder.constant([-1 if place else -2], np.int64)
+    lost = ctx.constant([-1 if place else -2], np.int64)
     return replace(value, terms=tuple(_without_axis(ctx, term, lost) for term in value.terms))
 
 
 def _without_axis(ctx: LoweringContext, term: Term, axis: str) -> Term:
     scale, zero, lo, hi = (part.reshape(()) for part in (term.scale, term.zero, term.lo, term.hi))
-    return Term(ctx.builder.node("Squeeze", [term.name, axis]), scale, zero, lo, hi, term.codes)
+    return Term(ctx.node("Squeeze", [term.name, axis]), scale, zero, lo, hi, term.codes)
 
 
 def _matmul(
@@ -516,11 +512,10 @@ def products(
     ctx: LoweringContext, node: NodeProto, op_type: str, left: Sequence[Bytes], right: Sequence[Bytes], depth: int = 1
 ) -> Linear:
     """Record the product of two activations, each of one or two bytes, summed over `depth`; return it."""
-    b = ctx.builder
     parts = []
     for one, other in itertools.product(left, right):
-        result = b.fresh(f"{node.output[0]}.accumulator")
-        b.nodes.append(Product(op_type, CodesOperand(*one), CodesOperand(*other), result, b.label))
+        result = ctx.fresh(f"{node.output[0]}.accumulator")
+        ctx.nodes.append(Product(op_type, CodesOperand(*one), CodesOperand(*other), result, ctx.label))
         low, high = product_bounds(one[1], other[1])
         scale = np.asarray(one[1].scale * other[1].scale, np.float64)
         parts.append(accumulate(result, scale, low * depth, high * depth, node))

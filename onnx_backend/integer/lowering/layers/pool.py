@@ -31,18 +31,20 @@ def mean_of_any_size(
     by at most half a unit of the fraction; the mean of no elements is that of zero codes.
     """
     codes, encoding = activation
-    b, fraction = ctx.builder, _BITS - encoding.hi.bit_length()
-    shape, count = b.node("Shape", [codes]), ""
+    fraction = _BITS - encoding.hi.bit_length()
+    shape, count = ctx.node("Shape", [codes]), ""
     for axis in axes:
-        size = b.node("Gather", [shape, b.constant(axis, np.int64)], axis=0)
-        count = b.node("Mul", [count, size]) if count else size
-    one = b.constant(1, np.int64)
-    count = b.node("Where", [b.node("Equal", [count, b.constant(0, np.int64)]), one, count])
-    total = b.node("ReduceSum", [b.cast(codes, TensorProto.INT64), b.constant(list(axes), np.int64)], keepdims=keepdims)
-    raised = b.node("Mul", [total, b.constant(1 << fraction, np.int64)])
-    half = b.node("Div", [count, b.constant(2, np.int64)])
-    mean = b.node("Div", [b.node("Add", [raised, half]), count])
-    name = b.cast(mean, TensorProto.INT32, name=f"{node.output[0]}.accumulator")
+        size = ctx.node("Gather", [shape, ctx.constant(axis, np.int64)], axis=0)
+        count = ctx.node("Mul", [count, size]) if count else size
+    one = ctx.constant(1, np.int64)
+    count = ctx.node("Where", [ctx.node("Equal", [count, ctx.constant(0, np.int64)]), one, count])
+    total = ctx.node(
+        "ReduceSum", [ctx.cast(codes, TensorProto.INT64), ctx.constant(list(axes), np.int64)], keepdims=keepdims
+    )
+    raised = ctx.node("Mul", [total, ctx.constant(1 << fraction, np.int64)])
+    half = ctx.node("Div", [count, ctx.constant(2, np.int64)])
+    mean = ctx.node("Div", [ctx.node("Add", [raised, half]), count])
+    name = ctx.cast(mean, TensorProto.INT32, name=f"{node.output[0]}.accumulator")
     zero, low, high = (np.asarray(v << fraction, np.int64) for v in (encoding.zero_point, 0, encoding.hi))
     unit = encoding.scale / (1 << fraction)
     terms = (Term(name, np.asarray(unit, np.float64), zero, low, high),)
@@ -95,8 +97,7 @@ def _reduced(
     count = math.prod(ctx.sizes(node.input[0], axes))
     if count == 0:
         raise Refused("it reduces over an axis of size 0", "remove the node")
-    b = ctx.builder
-    result = b.fresh(f"{node.output[0]}.accumulator")
+    result = ctx.fresh(f"{node.output[0]}.accumulator")
     along = tuple(axes)
     whole = WindowSum(
         "ReduceSum",
@@ -104,12 +105,12 @@ def _reduced(
         encoding,
         {"keepdims": keepdims},
         result,
-        b.label,
+        ctx.label,
         ctx.rank(node.input[0]),
         axes=along,
         count=count,
     )
-    b.nodes.append(whole)
+    ctx.nodes.append(whole)
     low, high = count * -encoding.zero_point, count * (encoding.hi - encoding.zero_point)
     scale = np.asarray(encoding.scale / (count if mean else 1), np.float64)
     if count * encoding.hi >= 1 << 31:
@@ -140,12 +141,12 @@ def average_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     divisor = _divisor(ctx, node, window, overhang, padded=bool(attrs.get("count_include_pad", 0)))
     pads[spatial:] = [end + more for end, more in zip(pads[spatial:], overhang, strict=True)]
     geometry = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
-    channels, size, b = ctx.sizes(node.input[0], [1])[0], math.prod(kernel), ctx.builder
+    channels, size = ctx.sizes(node.input[0], [1])[0], math.prod(kernel)
     parts = []
     for codes, encoding in activation:
-        result = b.fresh(f"{node.output[0]}.accumulator")
-        pooled = WindowSum("AveragePool", codes, encoding, geometry, result, b.label, 2 + spatial, channels)
-        b.nodes.append(pooled)
+        result = ctx.fresh(f"{node.output[0]}.accumulator")
+        pooled = WindowSum("AveragePool", codes, encoding, geometry, result, ctx.label, 2 + spatial, channels)
+        ctx.nodes.append(pooled)
         ends = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
         low, high = (np.asarray(end, np.int64) for end in ends)
         parts.append(accumulate(result, encoding.scale / divisor, low, high, node))

@@ -83,7 +83,7 @@ def as_movable(ctx: LoweringContext, value: Constant) -> Lookup | Pending:
     if numbers.size > _FEW:
         return Pending(value)
     table = np.pad(numbers, (0, _FEW - numbers.size), mode="edge") if numbers.size else np.zeros(_FEW, np.float32)
-    name = ctx.builder.constant(places.reshape(value.values.shape), np.uint8)
+    name = ctx.constant(places.reshape(value.values.shape), np.uint8)
     return Lookup(name, table.astype(np.float32), None)
 
 
@@ -98,7 +98,7 @@ def _own_codes(ctx: LoweringContext, value: Constant, name: str = "constant") ->
         return None
     zero = 128 if -128 <= low < 0 and high <= 127 else -low
     encoding = ActivationEncoding(float(coded.scale[0]), zero, kind)
-    return Lookup(ctx.builder.constant(coded.integers + zero, encoding.kind, name), encoding.values(), encoding)
+    return Lookup(ctx.constant(coded.integers + zero, encoding.kind, name), encoding.values(), encoding)
 
 
 def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
@@ -166,13 +166,12 @@ def blocks(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[V
         split = [0, size, size, depth, h, w] if first else [0, depth, size, size, h, w]
         order = [0, 3, 4, 1, 5, 2] if first else [0, 1, 4, 2, 5, 3]
         whole = [0, depth, h * size, w * size]
-    b = ctx.builder
     reshape, transpose = (helper.make_node(kind, ["x"], ["y"]) for kind in ("Reshape", "Transpose"))
     transpose.attribute.append(helper.make_attribute("perm", order))
     steps = [
-        Movement(reshape, (b.constant(split, np.int64),)),
+        Movement(reshape, (ctx.constant(split, np.int64),)),
         Movement(transpose),
-        Movement(reshape, (b.constant(whole, np.int64),)),
+        Movement(reshape, (ctx.constant(whole, np.int64),)),
     ]
     for step in steps:
         value = applied(ctx, value, step, node.output[0])
@@ -190,7 +189,7 @@ def max_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple
 def global_max_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower GlobalMaxPool to ReduceMax, which has a uint8 kernel."""
     axes = list(range(2, ctx.rank(node.input[0])))
-    name = ctx.builder.constant(axes, np.int64)
+    name = ctx.constant(axes, np.int64)
     reduced = helper.make_node("ReduceMax", [node.input[0], name], list(node.output), name=node.name, keepdims=1)
     return _movement(monotone=True)(ctx, reduced, [args[0], Integers(name)])
 
@@ -227,7 +226,7 @@ def shape(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         raise Refused(
             "the tensor it measures is computed together with the next ones", "take the Shape of a quantized tensor"
         )
-    return Integers(ctx.builder.node("Shape", [name], name=node.output[0], **attributes(node)), dtype=TensorProto.INT64)
+    return Integers(ctx.node("Shape", [name], name=node.output[0], **attributes(node)), dtype=TensorProto.INT64)
 
 
 def identity(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
@@ -266,7 +265,7 @@ def _of_all_axes(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[str
         return integer_name(ctx, pads), integer_name(ctx, axes)
     whole = np.zeros((2, len(shape)), np.int64)
     whole[:, along] = np.reshape(given, (2, -1))
-    return ctx.builder.constant(whole.reshape(-1)), ""
+    return ctx.constant(whole.reshape(-1)), ""
 
 
 def _has_code(value: Lookup, number: float) -> bool:
@@ -313,7 +312,7 @@ def move_codes(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
         if len(parts) != len(args) or len({part.encoding.dtype for part in parts}) > 1:
             raise Refused("it joins codes with something else", "put a DequantizeLinear in front of each of its inputs")
         names, axis = [part.name for part in parts], int(attributes(node)["axis"])
-        return Codes(ctx.builder.node("Concat", names, name=node.output[0], axis=axis), parts[0].encoding)
+        return Codes(ctx.node("Concat", names, name=node.output[0], axis=axis), parts[0].encoding)
     first = args[0]
     assert isinstance(first, Codes)  # the caller asks for nothing else
     found = MOVES[node.op_type](ctx, node, [dequantize_codes(first.name, first.encoding), *args[1:]])
@@ -373,8 +372,8 @@ def _is_some(ctx: LoweringContext, value: FixedPoint, name: str) -> Integers:
     Raises:
         Refused: it is not exact.
     """
-    value, b = whole_steps(ctx, value), ctx.builder
+    value = whole_steps(ctx, value)
     if value.error or value.relative or value.masked or np.any(value.constant) or not np.all(value.scale):
         raise Refused("it asks whether fixed point is exactly 0", "put a QuantizeLinear/DequantizeLinear pair in front")
-    zero = b.constant(0, np.int32 if value.narrow else np.int64)
-    return Integers(b.node("Not", [b.node("Equal", [value.name, zero])], name=name), dtype=TensorProto.BOOL)
+    zero = ctx.constant(0, np.int32 if value.narrow else np.int64)
+    return Integers(ctx.node("Not", [ctx.node("Equal", [value.name, zero])], name=name), dtype=TensorProto.BOOL)

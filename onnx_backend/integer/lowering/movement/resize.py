@@ -267,7 +267,7 @@ _KERNEL = MappingProxyType({"mode": "nearest", "coordinate_transformation_mode":
 
 def _moved(ctx: LoweringContext, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> Value:
     """Move codes by the integer kernel of Resize where it takes the same indices, else by a Gather per axis."""
-    b, name = ctx.builder, node.output[0]
+    name = node.output[0]
     chosen = attributes(node).get("nearest_mode", "round_prefer_floor")
     indices = {g.axis: nearest_indices(g, chosen) for g in geometries}
     if geometries and all(np.array_equal(_kernel_indices(g), indices[g.axis]) for g in geometries):
@@ -277,7 +277,7 @@ def _moved(ctx: LoweringContext, node: NodeProto, value: Value | None, geometrie
             return applied(ctx, value, Movement(kernel, ("", "", sizes)), name)
     for geometry in geometries:
         gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=geometry.axis)
-        step = Movement(gather, (b.constant(indices[geometry.axis], np.int64),))
+        step = Movement(gather, (ctx.constant(indices[geometry.axis], np.int64),))
         value = applied(ctx, value, step, name)
     if value is None:
         raise Refused("it has no input", "remove the node")
@@ -290,18 +290,18 @@ def _every_size(ctx: LoweringContext, node: NodeProto, value: Value | None, geom
     All of them, not those of some `axes`: where ONNX Runtime moves a Transpose across a Resize with that attribute, it
     loses the sizes and refuses the model.
     """
-    b, shape = ctx.builder, ctx.shapes.get(node.input[0])
+    shape = ctx.shapes.get(node.input[0])
     wanted = {g.axis: g.outputs for g in geometries}
     if shape is None or (None in shape and not isinstance(value, Lookup)):
         return ""
     known = [wanted.get(axis, size) for axis, size in enumerate(shape)]
     if None not in known:
-        return b.constant(known, np.int64)
+        return ctx.constant(known, np.int64)
     assert isinstance(value, Lookup)  # checked above
-    given = b.node("Shape", [value.name])
+    given = ctx.node("Shape", [value.name])
     fixed = [-1 if size is None else size for size in known]
-    free = b.constant(np.asarray(fixed) < 0)
-    return b.node("Where", [free, given, b.constant(fixed, np.int64)])
+    free = ctx.constant(np.asarray(fixed) < 0)
+    return ctx.node("Where", [free, given, ctx.constant(fixed, np.int64)])
 
 
 def _kernel_indices(g: Geometry) -> Array:
@@ -324,10 +324,9 @@ def _repeated(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | None
         found = nearest_indices(geometry, attrs.get("nearest_mode", "round_prefer_floor"))
         if not np.array_equal(found, np.arange(4 * factor) // factor):
             return None
-    b = ctx.builder
-    sizes = b.node("Mul", [b.node("Shape", [value.name]), b.constant(factors, np.int64)])
+    sizes = ctx.node("Mul", [ctx.node("Shape", [value.name]), ctx.constant(factors, np.int64)])
     return Lookup(
-        b.node("Resize", [value.name, "", "", sizes], name=node.output[0], **_KERNEL), value.values, value.encoding
+        ctx.node("Resize", [value.name, "", "", sizes], name=node.output[0], **_KERNEL), value.values, value.encoding
     )
 
 
@@ -397,13 +396,10 @@ def _shared(geometries: Sequence[Geometry], room: int) -> list[Taps]:
 
 
 def _narrowed(ctx: LoweringContext, tensor: str, shift: int) -> str:
-    b = ctx.builder
     if shift:
-        raised = b.node("Add", [tensor, b.constant(1 << (shift - 1), np.int64)])
-        tensor = b.node(
-            "BitShift", [b.cast(raised, TensorProto.UINT64), b.constant(shift, np.uint64)], direction="RIGHT"
-        )
-    return b.cast(tensor, TensorProto.INT32)
+        raised = ctx.node("Add", [tensor, ctx.constant(1 << (shift - 1), np.int64)])
+        tensor = ctx.shifted_right(ctx.cast(raised, TensorProto.UINT64), shift)
+    return ctx.cast(tensor, TensorProto.INT32)
 
 
 def _by_matrix(ctx: LoweringContext, codes: str, geometry: Geometry, taps: Taps) -> str:
@@ -411,17 +407,17 @@ def _by_matrix(ctx: LoweringContext, codes: str, geometry: Geometry, taps: Taps)
     columns = np.arange(geometry.outputs)
     np.add.at(matrix, (taps.left, columns), taps.whole - taps.weight)
     np.add.at(matrix, (taps.right, columns), taps.weight)
-    return ctx.builder.node("MatMulInteger", [codes, ctx.builder.constant(matrix, np.uint8)])
+    return ctx.node("MatMulInteger", [codes, ctx.constant(matrix, np.uint8)])
 
 
 def _by_gather(ctx: LoweringContext, tensor: str, geometry: Geometry, taps: Taps, rank: int, kind: Any) -> str:
-    b, shape = ctx.builder, [1] * rank
+    shape = [1] * rank
     shape[geometry.axis] = -1
     sides = []
     for indices, weight in ((taps.left, taps.whole - taps.weight), (taps.right, taps.weight)):
         if not np.any(weight):
             continue
-        picked = b.node("Gather", [tensor, b.constant(indices, np.int64)], axis=geometry.axis)
-        wide = b.cast(picked, TensorProto.INT64 if kind == np.int64 else TensorProto.INT32)
-        sides.append(b.node("Mul", [wide, b.constant(weight.reshape(shape), kind)]))
-    return sides[0] if len(sides) == 1 else b.node("Add", sides)
+        picked = ctx.node("Gather", [tensor, ctx.constant(indices, np.int64)], axis=geometry.axis)
+        wide = ctx.cast(picked, TensorProto.INT64 if kind == np.int64 else TensorProto.INT32)
+        sides.append(ctx.node("Mul", [wide, ctx.constant(weight.reshape(shape), kind)]))
+    return sides[0] if len(sides) == 1 else ctx.node("Add", sides)

@@ -19,23 +19,17 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     add,
     add_constant,
     at_one_scale,
-    bits,
-    constant64,
     error_of_exponential,
     fit_to,
     fits_int32,
-    inexact,
-    int64,
     int64_value,
     multiply,
     narrow_to,
     negate,
-    reach,
     require_unmasked,
     rounded,
     scale_by,
     single_scale,
-    spread,
     total,
 )
 from onnx_backend.integer.fixed_point.newton import (
@@ -153,15 +147,15 @@ def wide_div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if isinstance(left, Constant):
         return _times(inverse(ctx, node.input[1], right, ROOM - 9), left, left.values.astype(np.float64))
     numerator = to_fixed(ctx, left, "its first input")
-    room = max(ROOM - bits(numerator), 31)  # of a factor beside the numerator
+    room = max(ROOM - numerator.bits, 31)  # of a factor beside the numerator
     if not isinstance(right, Lookup):
         right = _in_reach(ctx, node.input[1], to_fixed(ctx, right, "its second input"))
-        if right.lo > 0 and bits(right) - right.lo.bit_length() > room - _FINE:
+        if right.lo > 0 and right.bits - right.lo.bit_length() > room - _FINE:
             return quotient(ctx, numerator, right)
     divisor = inverse(ctx, node.input[1], right, room)
     if not divisor.infinite:
         return multiply(ctx, numerator, divisor)
-    if numerator.constant.any() or inexact(numerator) or numerator.scale.size != 1:
+    if numerator.constant.any() or numerator.inexact or numerator.scale.size != 1:
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     ctx.undefined[label(node)] = "0 / 0 is 0; in the Q/DQ file it is NaN, which runtimes quantize differently"
     least = divisor.infinite * abs(float(numerator.scale))  # of any quotient by 0, except 0 / 0, which is 0 here
@@ -193,11 +187,11 @@ def _in_reach(ctx: LoweringContext, name: str, value: FixedPoint) -> FixedPoint:
     if value.scale.size != 1 or value.constant.size != 1 or scale <= 0.0 or value.masked:
         return value
     low, high = ((end - constant) / scale for end in ctx.reach(name))
-    off = spread(value) + 1.0 + rounded(value.constant, value.scale)
+    off = value.spread + 1.0 + rounded(value.constant, value.scale)
     lo = min(max(math.floor(low * (1.0 - 4 * ULP) - off), value.lo), value.hi) if low > 0.0 else value.lo
     hi = max(min(math.ceil(high + off), value.hi), lo) if math.isfinite(high) else value.hi
     if (lo, hi) != (value.lo, value.hi):
-        ctx.builder.proven[value.name] = lo, hi
+        ctx.proven[value.name] = lo, hi
     return replace(value, lo=lo, hi=hi)
 
 
@@ -257,18 +251,17 @@ def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
             "clip its input, or put a QuantizeLinear/DequantizeLinear pair before it",
         )
     last = min(value.hi - value.lo, math.ceil((highest + 22.0) / step))
-    b = ctx.builder
     rising = float(value.scale) > 0
-    ends = [constant64(ctx, value.hi), int64(ctx, value)] if rising else [int64(ctx, value), constant64(ctx, value.lo)]
-    below = b.cast(b.node("Sub", ends), TensorProto.INT32)
-    below = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
+    ends = [ctx.constant64(value.hi), ctx.int64(value)] if rising else [ctx.int64(value), ctx.constant64(value.lo)]
+    below = ctx.cast(ctx.node("Sub", ends), TensorProto.INT32)
+    below = ctx.node("Clip", [below, ctx.constant(0, np.int32), ctx.constant(last, np.int32)])
     low = max((last.bit_length() + 1) // 2, 1)
     parts = factors_of_exponential(ctx, below, step, last, 30, low)
     unit = math.exp(highest) * 2.0**-60
     # half a unit of both tables and the rounding of float64; beyond the last entry, the smallest result is used
     error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
-    relative = error_of_exponential(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
-    return int64_value(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
+    relative = error_of_exponential(value.spread * step + (abs(highest) + 4.0) * 4 * ULP)
+    return int64_value(ctx.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
 
 
 def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
@@ -317,10 +310,10 @@ def cum_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     axis = constant_integers(args[1])
     if axis is None:
         raise Refused("its axis is not constant", "store the axis as an initializer")
-    (count,), b = ctx.sizes(node.input[0], axis), ctx.builder
+    (count,) = ctx.sizes(node.input[0], axis)
     value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     (value,) = _addable(ctx, [value], count)
-    name = b.node("CumSum", [value.name, b.constant(axis[0], np.int64)], **attributes(node))
+    name = ctx.node("CumSum", [value.name, ctx.constant(axis[0], np.int64)], **attributes(node))
     return _sums_of(ctx, name, value, value, count, node)
 
 
@@ -331,12 +324,12 @@ def scatter_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     count = math.prod(ctx.sizes(node.input[1], axes)) if shape else ctx.rank(node.input[1])
     whats = ("its first input", "", "its updates")
     data, updates = (single_scale(ctx, require_unmasked(to_fixed(ctx, args[i], whats[i]))) for i in (0, 2))
-    if not reach(data) and not spread(data):  # zeros have any scale
+    if not data.reach and not data.spread:  # zeros have any scale
         parts = [replace(data, scale=updates.scale, error=0.0), updates]
     else:
         parts = at_one_scale(ctx, [data, updates])
     data, updates = _addable(ctx, parts, count + 1)
-    name = ctx.builder.node(node.op_type, [data.name, integer_name(ctx, args[1]), updates.name], **attrs)
+    name = ctx.node(node.op_type, [data.name, integer_name(ctx, args[1]), updates.name], **attrs)
     return _sums_of(ctx, name, data, updates, count, node)
 
 
@@ -345,13 +338,13 @@ def _addable(ctx: LoweringContext, parts: Sequence[FixedPoint], count: int) -> l
 
     That is int32 where it leaves them 16 bits, which rounds what has more; else int64.
     """
-    widest = max(bits(part) for part in parts)
+    widest = max(part.bits for part in parts)
     most = 31 - count.bit_length()
     if most < min(_SUMMED, widest):
         most = ROOM - count.bit_length()
-    found = [narrow_to(ctx, part, bits(part) - max(widest - most, 0)) for part in parts]
+    found = [narrow_to(ctx, part, part.bits - max(widest - most, 0)) for part in parts]
     if most > 31:
-        return [replace(part, name=int64(ctx, part), narrow=False) for part in found]
+        return [replace(part, name=ctx.int64(part), narrow=False) for part in found]
     return [integer_scores(ctx, part) for part in found]
 
 
@@ -360,8 +353,8 @@ def _sums_of(
 ) -> FixedPoint:
     """Return the tensor of sums of one value and up to `count` others as a value."""
     lo, hi = min(first.lo, 0) + min(value.lo, 0) * count, max(first.hi, 0) + max(value.hi, 0) * count
-    ctx.builder.proven[name] = lo, hi
-    error = spread(first) + spread(value) * count
+    ctx.proven[name] = lo, hi
+    error = first.spread + value.spread * count
     return FixedPoint(name, value.scale, lo, hi, narrow=value.narrow, error=error, source=label(node))
 
 
@@ -379,16 +372,16 @@ def wide_matmul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if np.any(right.constant) or (right.scale.size > 1 and not per_column):
         right = single_scale(ctx, right)
     room = ROOM - depth.bit_length()
-    if bits(left) + bits(right) > room:
-        smaller = min(bits(left), bits(right), room // 2)
+    if left.bits + right.bits > room:
+        smaller = min(left.bits, right.bits, room // 2)
         left, right = (fit_to(ctx, side, room - smaller) for side in (left, right))
-    most = depth * reach(left) * reach(right)
+    most = depth * left.reach * right.reach
     narrow = left.narrow and right.narrow and fits_int32(-most, most)
-    names = [side.name if narrow else int64(ctx, side) for side in (left, right)]
-    error = depth * (spread(left) * reach(right) + spread(right) * reach(left) + spread(left) * spread(right))
+    names = [side.name if narrow else ctx.int64(side) for side in (left, right)]
+    error = depth * (left.spread * right.reach + right.spread * left.reach + left.spread * right.spread)
     lo = 0 if left.lo >= 0 and right.lo >= 0 else -most
     scale = left.scale.reshape(()) * (right.scale.reshape(-1) if right.scale.size > 1 else right.scale.reshape(()))
-    return FixedPoint(ctx.builder.node("MatMul", names), scale, lo, most, narrow=narrow, error=error)
+    return FixedPoint(ctx.node("MatMul", names), scale, lo, most, narrow=narrow, error=error)
 
 
 def wide_gemm(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:

@@ -19,18 +19,13 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     SUM_ROOM,
     add,
     add_constant,
-    constant64,
     fit_to,
     fits_int32,
-    inexact,
-    int64,
     multiply,
     narrow_to,
-    reach,
     require_unmasked,
     scale_by,
     single_scale,
-    spread,
     total,
 )
 from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
@@ -65,7 +60,7 @@ def normalized_rows(
     power = total(ctx, multiply(ctx, value, value), axes, count)
     if not centred:
         epsilon *= count / scale**2
-        inverse = _inverse(ctx, int64(ctx, power), power.hi, epsilon)
+        inverse = _inverse(ctx, ctx.int64(power), power.hi, epsilon)
         rows = replace(value, scale=np.asarray(sign))
         return scale_by(
             _sized(ctx, rows, inverse, 1.0, _unrest(value, 1.0 + math.sqrt(count), epsilon)),
@@ -73,16 +68,16 @@ def normalized_rows(
         )
     epsilon *= count**2 / scale**2
     sums = total(ctx, value, axes, count)
-    b, whole = ctx.builder, int64(ctx, sums)
-    variance = b.node(
-        "Sub", [b.node("Mul", [int64(ctx, power), constant64(ctx, count)]), b.node("Mul", [whole, whole])]
+    whole = ctx.int64(sums)
+    variance = ctx.node(
+        "Sub", [ctx.node("Mul", [ctx.int64(power), ctx.constant64(count)]), ctx.node("Mul", [whole, whole])]
     )
     inverse = _inverse(ctx, variance, (count * (value.hi - value.lo)) ** 2 // 4 + 1, epsilon)
     lo, hi = count * value.lo - sums.hi, count * value.hi - sums.lo
     narrow = value.narrow and sums.narrow and fits_int32(lo, hi) and fits_int32(count * value.lo, count * value.hi)
     kind = np.int32 if narrow else np.int64
-    names = [side.name if narrow else int64(ctx, side) for side in (value, sums)]
-    above = b.node("Sub", [b.node("Mul", [names[0], b.constant(count, kind)]), names[1]])
+    names = [side.name if narrow else ctx.int64(side) for side in (value, sums)]
+    above = ctx.node("Sub", [ctx.node("Mul", [names[0], ctx.constant(count, kind)]), names[1]])
     rows = FixedPoint(above, np.asarray(sign), lo, hi, narrow=narrow)
     root = math.sqrt(count)
     return _sized(ctx, rows, inverse, root, _unrest(value, 2.0 * count * (1.0 + root), epsilon))
@@ -90,9 +85,8 @@ def normalized_rows(
 
 def _inverse(ctx: LoweringContext, name: str, high: int, epsilon: float) -> FixedPoint:
     """Write `1 / sqrt(v + epsilon)` for an int64 tensor in 0..high, of which 0 is taken as 1."""
-    b = ctx.builder
-    empty = b.cast(b.node("Equal", [name, constant64(ctx, 0)]), TensorProto.INT64)
-    filled = FixedPoint(b.node("Add", [name, empty]), np.ones(()), 1, max(high, 1))
+    empty = ctx.cast(ctx.node("Equal", [name, ctx.constant64(0)]), TensorProto.INT64)
+    filled = FixedPoint(ctx.node("Add", [name, empty]), np.ones(()), 1, max(high, 1))
     return reciprocal_root(ctx, add_constant(filled, epsilon))
 
 
@@ -104,9 +98,9 @@ def _unrest(value: FixedPoint, times: float, epsilon: float) -> float:
     Raises:
         Refused: there is no epsilon.
     """
-    if inexact(value) and not epsilon:
+    if value.inexact and not epsilon:
         raise Refused("its input is not exact and it has no epsilon", _BETWEEN)
-    return times * spread(value) / math.sqrt(epsilon if inexact(value) else max(epsilon, 1.0))
+    return times * value.spread / math.sqrt(epsilon if value.inexact else max(epsilon, 1.0))
 
 
 def _sized(ctx: LoweringContext, rows: FixedPoint, inverse: FixedPoint, most: float, unrest: float) -> FixedPoint:
@@ -184,11 +178,10 @@ def group_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Va
     groups = int(attrs["num_groups"])
     channels, *spatial = ctx.sizes(node.input[0], list(range(1, rank)))
     value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
-    b = ctx.builder
-    grouped = replace(value, name=b.node("Reshape", [value.name, constant64(ctx, np.asarray([0, groups, -1]))]))
+    grouped = replace(value, name=ctx.node("Reshape", [value.name, ctx.constant64(np.asarray([0, groups, -1]))]))
     count = channels // groups * math.prod(spatial)
     found = normalized_rows(ctx, grouped, [2], count, float(attrs.get("epsilon", 1e-5)), centred=True)
-    found = replace(found, name=b.node("Reshape", [found.name, constant64(ctx, np.asarray([0, channels, *spatial]))]))
+    found = replace(found, name=ctx.node("Reshape", [found.name, ctx.constant64(np.asarray([0, channels, *spatial]))]))
     parameters = [_per_channel(arg, channels) for arg in args[1:]]
     return replace(_affine(ctx, found, parameters, (-1, *(1 for _ in spatial))), source=label(node))
 
@@ -219,13 +212,12 @@ def lp_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value
         found = normalized_rows(ctx, value, [axis], count, 0.0, centred=False)
         return replace(scale_by(found, 1.0 / math.sqrt(count)), source=label(node))
     value = narrow_to(ctx, single_scale(ctx, require_unmasked(value)), 31)
-    if inexact(value):
+    if value.inexact:
         raise Refused("its input is not exact", _BETWEEN)
-    b = ctx.builder
-    size = replace(value, name=b.node("Abs", [int64(ctx, value)]), lo=0, hi=reach(value), narrow=False)
+    size = replace(value, name=ctx.node("Abs", [ctx.int64(value)]), lo=0, hi=value.reach, narrow=False)
     sums = total(ctx, size, [axis], count)
-    empty = b.cast(b.node("Equal", [sums.name, constant64(ctx, 0)]), TensorProto.INT64)
-    sums = replace(sums, name=b.node("Add", [sums.name, empty]), lo=1, hi=max(sums.hi, 1), scale=np.ones(()))
+    empty = ctx.cast(ctx.node("Equal", [sums.name, ctx.constant64(0)]), TensorProto.INT64)
+    sums = replace(sums, name=ctx.node("Add", [sums.name, empty]), lo=1, hi=max(sums.hi, 1), scale=np.ones(()))
     rows = replace(value, scale=np.asarray(math.copysign(1.0, float(value.scale))))
     return replace(_sized(ctx, rows, reciprocal(ctx, sums), 1.0, 0.0), source=label(node))
 

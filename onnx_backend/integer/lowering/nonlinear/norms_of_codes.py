@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant, constant64, narrow_to
+from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant, narrow_to
 from onnx_backend.integer.fixed_point.int32 import Int32, add, multiply, shifted, spread_over, subtract, summed
 from onnx_backend.integer.fixed_point.newton import reciprocal_root
 from onnx_backend.integer.ir.context import LoweringContext
@@ -81,8 +81,7 @@ def normalized_codes(
 
 
 def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count: int) -> _Rows:
-    b = ctx.builder
-    u = Int32(b.cast(codes, TensorProto.INT32), 0, hi)
+    u = Int32(ctx.cast(codes, TensorProto.INT32), 0, hi)
     share = round((1 << _MEAN) / count)
     off = 0.5 + hi * count * 0.5 / (1 << _MEAN)
     total = summed(ctx, u, axes, (0, hi * count), count)
@@ -92,36 +91,35 @@ def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count:
     squares = summed(ctx, multiply(ctx, beside, beside), axes, (0, most), count)
     bound = math.floor(count * off) + 1
     rest = subtract(ctx, total, multiply(ctx, near, count), (-bound, bound))
-    wide = b.cast(rest.name, TensorProto.INT64)
+    wide = ctx.cast(rest.name, TensorProto.INT64)
     # equal codes are their mean, so that their squares are 0, and only theirs; of others the variance is n - 1 or more
-    filled = b.node("Max", [squares.name, b.constant(1, np.int32)])
-    b.proven[filled] = 1, squares.hi
-    raised = b.node("Mul", [b.cast(filled, TensorProto.INT64), constant64(ctx, count)])
-    name = b.node("Sub", [raised, b.node("Mul", [wide, wide])])
+    filled = ctx.node("Max", [squares.name, ctx.constant(1, np.int32)])
+    ctx.proven[filled] = 1, squares.hi
+    raised = ctx.node("Mul", [ctx.cast(filled, TensorProto.INT64), ctx.constant64(count)])
+    name = ctx.node("Sub", [raised, ctx.node("Mul", [wide, wide])])
     most = count**2 * hi**2 // 4 + count
-    b.proven[name] = count - 1, most
+    ctx.proven[name] = count - 1, most
     return _Rows(beside, rest, FixedPoint(name, np.ones(()), count - 1, most), off)
 
 
 def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple[Sequence[int], int, int, int]) -> str:
     """Write `(n * c - d) * inverse / 2**unit`, rounded."""
     axes, count, unit, top = facts
-    b = ctx.builder
     spare = -unit % _BELOW  # a shift by a multiple of 14 leaves out parts of the portable target's numbers
     spare = max(_BELOW - unit, spare if unit + spare <= ROOM - _BITS - 4 else 0)
     unit, finer = unit + spare, inverse.name
     if spare:
-        finer = b.node("Mul", [finer, constant64(ctx, 1 << spare)])
-        b.proven[finer] = inverse.lo << spare, inverse.hi << spare
+        finer = ctx.node("Mul", [finer, ctx.constant64(1 << spare)])
+        ctx.proven[finer] = inverse.lo << spare, inverse.hi << spare
     down = unit - _BELOW
-    factor = b.node("Mul", [finer, constant64(ctx, count)])
-    product = b.node("Mul", [b.cast(rows.rest.name, TensorProto.INT64), finer])
+    factor = ctx.node("Mul", [finer, ctx.constant64(count)])
+    product = ctx.node("Mul", [ctx.cast(rows.rest.name, TensorProto.INT64), finer])
     # |d| is at most `off * n`, and the variance at least n - 1
     largest = math.ceil(math.ldexp(rows.off * count / math.sqrt(count - 1) / float(inverse.scale), spare) * 1.0001)
     lift = (largest >> unit) + 1
-    b.proven[product] = -largest, largest
-    lowered = b.node("Sub", [constant64(ctx, lift << unit), product])
-    b.proven[lowered] = (lift << unit) - largest, (lift << unit) + largest
+    ctx.proven[product] = -largest, largest
+    lowered = ctx.node("Sub", [ctx.constant64(lift << unit), product])
+    ctx.proven[lowered] = (lift << unit) - largest, (lift << unit) + largest
     ends = (0, (count * inverse.hi << spare) >> unit), (0, 2 * lift)
     halves = [_halves(ctx, name, down, bounds) for name, bounds in zip((factor, lowered), ends, strict=True)]
     (k_low, k), (q_low, q) = ([spread_over(ctx, part, axes) for part in pair] for pair in halves)
@@ -136,12 +134,11 @@ def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple
 
 def _halves(ctx: LoweringContext, name: str, down: int, bounds: tuple[int, int]) -> list[Int32]:
     """Write the last 14 bits of an int64 tensor over `2**down`, which is not negative, and the bits above them."""
-    b = ctx.builder
-    wide = b.cast(name, TensorProto.UINT64)
+    wide = ctx.cast(name, TensorProto.UINT64)
     if down:
-        wide = b.node("BitShift", [wide, b.constant(down, np.uint64)], direction="RIGHT")
-    low = b.cast(b.node("BitwiseAnd", [wide, b.constant((1 << _BELOW) - 1, np.uint64)]), TensorProto.INT32)
-    above = b.node("BitShift", [wide, b.constant(_BELOW, np.uint64)], direction="RIGHT")
-    high = b.cast(above, TensorProto.INT32)
-    b.proven[high] = bounds
+        wide = ctx.shifted_right(wide, down)
+    low = ctx.cast(ctx.node("BitwiseAnd", [wide, ctx.constant((1 << _BELOW) - 1, np.uint64)]), TensorProto.INT32)
+    above = ctx.shifted_right(wide, _BELOW)
+    high = ctx.cast(above, TensorProto.INT32)
+    ctx.proven[high] = bounds
     return [Int32(low, 0, (1 << _BELOW) - 1), Int32(high, *bounds)]

@@ -105,7 +105,7 @@ def trilu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         raise Refused("its input is missing", "give its input")
     choose = helper.make_node("Where", ["m", "x", "z"], list(node.output), name=node.name)
     zero = Constant(np.zeros((), np.float32))
-    return select(ctx, choose, (ctx.builder.constant(mask), 0, 1), (value, zero))
+    return select(ctx, choose, (ctx.constant(mask), 0, 1), (value, zero))
 
 
 def select(
@@ -128,7 +128,7 @@ def select(
     if first is None or None in names or (monotone and np.any(np.diff(first.values) < 0)):
         return Selected(node, inputs, parts)
     written = [str(names[i]) if isinstance(i, int) else i for i in inputs]
-    name = ctx.builder.node(node.op_type, written, name=node.output[0], **attributes(node))
+    name = ctx.node(node.op_type, written, name=node.output[0], **attributes(node))
     return Lookup(name, first.values, first.encoding)
 
 
@@ -139,7 +139,7 @@ def _shared(ctx: LoweringContext, first: Lookup, part: Value) -> str | None:
     if isinstance(part, Constant) and first.encoding is not None:
         codes = first.encoding.quantize(part.values)
         if np.array_equal(first.values[codes], part.values.astype(np.float32)):
-            return ctx.builder.constant(codes, first.encoding.kind)
+            return ctx.constant(codes, first.encoding.kind)
     return None
 
 
@@ -156,7 +156,7 @@ def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Lowering
     def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         """Return the comparison as booleans: by a table beside a constant, else by ranks."""
         left, right = (_finite(arg, what) for arg, what in zip(args, ("first", "second"), strict=True))
-        b, op = ctx.builder, node.op_type
+        op = node.op_type
         if isinstance(left, Constant) and isinstance(right, Constant):
             return Integers("", function(left.values, right.values), TensorProto.BOOL)
         for side, other, turned in ((left, right, False), (right, left, True)):
@@ -168,10 +168,10 @@ def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Lowering
                 return Integers(gathered_as(ctx, side.name, table, node.output[0]), dtype=TensorProto.BOOL)
         same = np.array_equal(left.values, right.values) and np.all(np.diff(left.values) > 0)
         if isinstance(left, Lookup) and isinstance(right, Lookup) and same:
-            return Integers(b.node(op, [left.name, right.name], name=node.output[0]), dtype=TensorProto.BOOL)
+            return Integers(ctx.node(op, [left.name, right.name], name=node.output[0]), dtype=TensorProto.BOOL)
         ranks = np.unique(np.concatenate([left.values.reshape(-1), right.values.reshape(-1)]))
         names = [_ranked(ctx, side, ranks) for side in (left, right)]
-        return Integers(b.node(op, names, name=node.output[0]), dtype=TensorProto.BOOL)
+        return Integers(ctx.node(op, names, name=node.output[0]), dtype=TensorProto.BOOL)
 
     return lower
 
@@ -187,7 +187,7 @@ def _finite(value: Value | None, what: str) -> Lookup | Constant:
 def _ranked(ctx: LoweringContext, value: Lookup | Constant, ranks: Array) -> str:
     places = np.searchsorted(ranks, value.values).astype(np.int32)
     if isinstance(value, Constant):
-        return ctx.builder.constant(places)
+        return ctx.constant(places)
     return gathered_as(ctx, value.name, places, f"{value.name}.rank")
 
 
@@ -201,7 +201,7 @@ def arg_extreme(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         Refused: the input is not quantized.
     """
     ordered = _ordered(ctx, args[0])
-    name = ctx.builder.node(node.op_type, [ordered.name], name=node.output[0], **attributes(node))
+    name = ctx.node(node.op_type, [ordered.name], name=node.output[0], **attributes(node))
     return Integers(name, dtype=TensorProto.INT64)
 
 
@@ -211,10 +211,10 @@ def top_k(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...
     Raises:
         Refused: the input is not quantized.
     """
-    ordered, b = _ordered(ctx, args[0]), ctx.builder
-    outputs = [b.fresh(name or f"{b.label}.unused") for name in (*node.output, "")[:2]]
+    ordered = _ordered(ctx, args[0])
+    outputs = [ctx.fresh(name or f"{ctx.label}.unused") for name in (*node.output, "")[:2]]
     inputs = [ordered.name, integer_name(ctx, args[1])]
-    b.nodes.append(helper.make_node("TopK", inputs, outputs, name=f"{outputs[0]}_node", **attributes(node)))
+    ctx.nodes.append(helper.make_node("TopK", inputs, outputs, name=f"{outputs[0]}_node", **attributes(node)))
     values = Lookup(outputs[0], ordered.values, ordered.encoding)
     return (values, Integers(outputs[1], dtype=TensorProto.INT64))[: len(node.output)]
 

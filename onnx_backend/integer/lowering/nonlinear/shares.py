@@ -46,13 +46,13 @@ def shares(ctx: LoweringContext, index: str, table: Array, axis: int, length: in
     halves = (table & ((1 << _HALF) - 1), table >> _HALF)
     low, high = (Int32(gather_table(ctx, part, index, index), 0, int(part.max())) for part in halves)
     for part in (low, high):
-        ctx.builder.proven[part.name] = part.lo, part.hi
+        ctx.proven[part.name] = part.lo, part.hi
     sum_of_low = summed(ctx, low, [axis], (0, length << _HALF), length)
     inverse = _reciprocal(ctx, sum_of_low, _sum_of_high(ctx, high, axis, length))
     if missing:
-        zero = ctx.builder.constant(0, np.int32)
-        inverse = Int32(ctx.builder.node("Where", [missing, zero, inverse.name]), 0, inverse.hi)
-        ctx.builder.proven[inverse.name] = 0, inverse.hi
+        zero = ctx.constant(0, np.int32)
+        inverse = Int32(ctx.node("Where", [missing, zero, inverse.name]), 0, inverse.hi)
+        ctx.proven[inverse.name] = 0, inverse.hi
     small, large = (spread_over(ctx, part, [axis]) for part in cut(ctx, inverse, _HALF))
     # a reciprocal of 2**30 has no small half, and an exponential of 2**30 no low one: the sum stays below 2**31
     most = (1 << 31) - (1 << 16)

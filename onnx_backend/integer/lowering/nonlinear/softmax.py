@@ -14,17 +14,13 @@ from onnx import NodeProto, TensorProto, numpy_helper
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     add,
-    bits,
-    constant64,
     error_of_exponential,
     fits_int32,
     gather_table,
-    int64,
     int64_value,
     narrow_to,
     negate,
     single_scale,
-    spread,
 )
 from onnx_backend.integer.fixed_point.newton import factors_of_exponential, logarithm, table_of_exponentials
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
@@ -131,11 +127,11 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 def _of_rows(ctx: LoweringContext, near: _Near) -> tuple[FixedPoint, bool]:
     """Write shares by a division in 64 bits; return True beside them if a row can be masked altogether."""
-    rows, b = _rows(ctx, near), ctx.builder
-    share = b.node("Div", [constant64(ctx, 1 << ROOM), rows.sums])
+    rows = _rows(ctx, near)
+    share = ctx.node("Div", [ctx.constant64(1 << ROOM), rows.sums])
     if rows.missing:  # 0, where the standard has NaN
-        share = b.node("Where", [rows.missing, constant64(ctx, 0), share])
-    name = b.node("Mul", [b.cast(rows.exponentials, TensorProto.INT64), share])
+        share = ctx.node("Where", [rows.missing, ctx.constant64(0), share])
+    name = ctx.node("Mul", [ctx.cast(rows.exponentials, TensorProto.INT64), share])
     # e / s against the true e' / s': an error d of each exponential moves it by (1 + length) * d / s, and s >= 2**_BITS
     off = 2.0 * rows.relative / (1.0 - rows.relative) if rows.relative < 0.5 else 1.0
     moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + off + rows.length * 2.0 ** (_BITS - ROOM)
@@ -149,7 +145,7 @@ def _of_short_rows(ctx: LoweringContext, near: _Near, length: int) -> tuple[Fixe
     missing = _missing(ctx, near, flat=True)
     name = shares(ctx, near.name, table, near.axis, length, missing)
     # e / s against the true e' / s', as of other rows; and what the shares themselves round
-    relative = error_of_exponential(2.0 * spread(near.scores) * near.step)
+    relative = error_of_exponential(2.0 * near.scores.spread * near.step)
     off = 2.0 * relative / (1.0 - relative) if relative < 0.5 else 1.0
     given = (1.0 + length) * (0.5 + _FLOAT64) + math.ldexp(off, BITS)
     rows = Shares(near.name, table, near.axis, length, missing, math.ldexp(given, -BITS))
@@ -164,7 +160,7 @@ def log_softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     scale = abs(float(rows.scores.scale))
     most = rows.scores.hi - rows.scores.lo
     below = FixedPoint(
-        rows.below, np.asarray(scale), 0, most, narrow=rows.scores.narrow, error=2.0 * spread(rows.scores)
+        rows.below, np.asarray(scale), 0, most, narrow=rows.scores.narrow, error=2.0 * rows.scores.spread
     )
     high = rows.length << _BITS
     error = rows.length * rows.error
@@ -179,59 +175,58 @@ def _near(ctx: LoweringContext, node: NodeProto, args: Args) -> _Near:
     axis = -1 if shape is not None and axis == len(shape) - 1 else axis
     scores = _scores(ctx, args[0])
     scale = float(scores.scale)
-    b, step = ctx.builder, abs(scale)
+    step = abs(scale)
     most = scores.hi - scores.lo  # the largest difference between two scores that are not masked
     tensor, lowest, highest = scores.name, scores.lo, scores.hi
     kind = np.int32 if scores.narrow else np.int64
     if scale < 0:
-        tensor, lowest, highest = b.node("Sub", [b.constant(0, kind), tensor]), -scores.hi, -scores.lo
+        tensor, lowest, highest = ctx.node("Sub", [ctx.constant(0, kind), tensor]), -scores.hi, -scores.lo
     last = min(most, math.ceil(_FAR / step)) + 1
     if scores.masked:
         lowest -= last + 1
         tensor = _without_masked(ctx, scores, tensor, lowest, highest)
     largest = _largest(ctx, tensor, axis, None if scores.narrow else lowest)
-    below = b.node("Sub", [largest, tensor])
+    below = ctx.node("Sub", [largest, tensor])
     near, reach = below, last
     if not scores.narrow:
-        limit = constant64(ctx, last)
-        near = b.node("Where", [b.node("Greater", [below, limit]), limit, below])
-        near = b.cast(near, TensorProto.INT32)
+        limit = ctx.constant64(last)
+        near = ctx.node("Where", [ctx.node("Greater", [below, limit]), limit, below])
+        near = ctx.cast(near, TensorProto.INT32)
     elif highest - lowest < _WHOLE_TABLE and last < _LARGEST_TABLE:
         reach = highest - lowest
-        b.proven[below] = 0, reach
+        ctx.proven[below] = 0, reach
     elif scores.masked or last <= most:
-        near = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
+        near = ctx.node("Clip", [below, ctx.constant(0, np.int32), ctx.constant(last, np.int32)])
     empty = bool(scores.masked) or last <= most
     return _Near(below, near, step, last, reach, empty, largest, lowest, scores, length, axis)
 
 
 def _without_masked(ctx: LoweringContext, scores: FixedPoint, tensor: str, lowest: int, highest: int) -> str:
     """Write scores of which the masked ones are `lowest`: by a Min, which is faster than a Where."""
-    b = ctx.builder
     if not scores.narrow:
-        return b.node("Where", [scores.masked, b.constant(lowest, np.int64), tensor])
-    ends = [b.constant(end, np.int32) for end in (lowest, highest)]
-    return b.node("Min", [tensor, b.node("Where", [scores.masked, *ends])])
+        return ctx.node("Where", [scores.masked, ctx.constant(lowest, np.int64), tensor])
+    ends = [ctx.constant(end, np.int32) for end in (lowest, highest)]
+    return ctx.node("Min", [tensor, ctx.node("Where", [scores.masked, *ends])])
 
 
 def _missing(ctx: LoweringContext, near: _Near, *, flat: bool) -> str:
     """Write which rows are masked altogether by minus infinity, without their axis if `flat`; empty if none can be."""
     if not near.scores.masked or near.scores.floor != -np.inf:
         return ""
-    b, largest = ctx.builder, near.largest
+    largest = near.largest
     if flat:
-        largest = b.node("Squeeze", [largest, constant64(ctx, np.asarray([near.axis]))])
-    return b.node("Equal", [largest, b.constant(near.lowest, np.int32 if near.scores.narrow else np.int64)])
+        largest = ctx.node("Squeeze", [largest, ctx.constant64(np.asarray([near.axis]))])
+    return ctx.node("Equal", [largest, ctx.constant(near.lowest, np.int32 if near.scores.narrow else np.int64)])
 
 
 def _rows(ctx: LoweringContext, near: _Near) -> _Rows:
-    b, length = ctx.builder, near.length or _DYNAMIC
+    length = near.length or _DYNAMIC
     missing = _missing(ctx, near, flat=False)
     exponentials, error = _exponentials(ctx, near)
-    wide = b.cast(exponentials, TensorProto.INT64)
-    sums = b.node("ReduceSum", [wide, constant64(ctx, np.asarray([near.axis]))], keepdims=1)
-    b.proven[sums] = 1 << _BITS, length << _BITS  # the largest score counts as 1
-    relative = error_of_exponential(2.0 * spread(near.scores) * near.step)
+    wide = ctx.cast(exponentials, TensorProto.INT64)
+    sums = ctx.node("ReduceSum", [wide, ctx.constant64(np.asarray([near.axis]))], keepdims=1)
+    ctx.proven[sums] = 1 << _BITS, length << _BITS  # the largest score counts as 1
+    relative = error_of_exponential(2.0 * near.scores.spread * near.step)
     return _Rows(near.below, exponentials, sums, missing, error, relative, near.scores, length)
 
 
@@ -239,23 +234,22 @@ def _scores(ctx: LoweringContext, value: Value | None) -> FixedPoint:
     """Return scores with one scale: codes as they are, everything else on a grid that is fine enough."""
     if isinstance(value, Lookup) and value.encoding is not None:
         encoding = value.encoding  # the zero point cancels in every difference
-        name = ctx.builder.cast(value.name, TensorProto.INT32)
+        name = ctx.cast(value.name, TensorProto.INT32)
         return FixedPoint(name, np.asarray(encoding.scale, np.float64), 0, encoding.hi, narrow=True)
     found = single_scale(ctx, to_fixed(ctx, value))
     excess = math.floor(math.log2(_FINE / 2 / abs(float(found.scale)))) if float(found.scale) else 0
-    if excess > 0 and bits(found) > 24:
-        found = narrow_to(ctx, found, max(bits(found) - excess, 24))
+    if excess > 0 and found.bits > 24:
+        found = narrow_to(ctx, found, max(found.bits - excess, 24))
     found = narrow_to(ctx, _as_stored(ctx, found), 58)  # both halves of a difference fit in int32
-    return integer_scores(ctx, found) if bits(found) < 30 else replace(found, name=int64(ctx, found), narrow=False)
+    return integer_scores(ctx, found) if found.bits < 30 else replace(found, name=ctx.int64(found), narrow=False)
 
 
 def _as_stored(ctx: LoweringContext, scores: FixedPoint) -> FixedPoint:
     """Return scores without the subtraction of a zero point, which cancels in every difference."""
-    b = ctx.builder
-    maker = next((node for node in reversed(b.nodes) if scores.name in node.output), None)
+    maker = next((node for node in reversed(ctx.nodes) if scores.name in node.output), None)
     if not scores.narrow or not isinstance(maker, NodeProto) or maker.op_type != "Sub":
         return scores
-    stored = [numpy_helper.to_array(tensor) for tensor in b.initializers if tensor.name == maker.input[1]]
+    stored = [numpy_helper.to_array(tensor) for tensor in ctx.initializers if tensor.name == maker.input[1]]
     if not stored or stored[0].size != 1:
         return scores
     zero = int(stored[0].item())
@@ -265,19 +259,21 @@ def _as_stored(ctx: LoweringContext, scores: FixedPoint) -> FixedPoint:
 
 def _largest(ctx: LoweringContext, tensor: str, axis: int, lowest: int | None) -> str:
     """Write the largest element along an axis, of int64 (at least `lowest`) by halves: its ReduceMax is wrong."""
-    b, along = ctx.builder, constant64(ctx, np.asarray([axis]))
+    along = ctx.constant64(np.asarray([axis]))
     if lowest is None:
-        return b.node("ReduceMax", [tensor, along], keepdims=1)
+        return ctx.node("ReduceMax", [tensor, along], keepdims=1)
     half = 30
-    unsigned = b.cast(b.node("Sub", [tensor, constant64(ctx, lowest)]), TensorProto.UINT64)
-    high = b.cast(b.node("BitShift", [unsigned, b.constant(half, np.uint64)], direction="RIGHT"), TensorProto.INT32)
-    low = b.node("BitwiseAnd", [unsigned, b.constant((1 << half) - 1, np.uint64)])
-    top = b.node("ReduceMax", [high, along], keepdims=1)
-    among = b.node("Where", [b.node("Equal", [high, top]), b.cast(low, TensorProto.INT32), b.constant(-1, np.int32)])
-    rest = b.node("ReduceMax", [among, along], keepdims=1)
-    raised = b.node("Mul", [b.cast(top, TensorProto.INT64), constant64(ctx, 1 << half)])
-    found = b.node("Add", [raised, b.cast(rest, TensorProto.INT64)])
-    return b.node("Add", [found, constant64(ctx, lowest)])
+    unsigned = ctx.cast(ctx.node("Sub", [tensor, ctx.constant64(lowest)]), TensorProto.UINT64)
+    high = ctx.cast(ctx.shifted_right(unsigned, half), TensorProto.INT32)
+    low = ctx.node("BitwiseAnd", [unsigned, ctx.constant((1 << half) - 1, np.uint64)])
+    top = ctx.node("ReduceMax", [high, along], keepdims=1)
+    among = ctx.node(
+        "Where", [ctx.node("Equal", [high, top]), ctx.cast(low, TensorProto.INT32), ctx.constant(-1, np.int32)]
+    )
+    rest = ctx.node("ReduceMax", [among, along], keepdims=1)
+    raised = ctx.node("Mul", [ctx.cast(top, TensorProto.INT64), ctx.constant64(1 << half)])
+    found = ctx.node("Add", [raised, ctx.cast(rest, TensorProto.INT64)])
+    return ctx.node("Add", [found, ctx.constant64(lowest)])
 
 
 def _table(near: _Near) -> Array:
@@ -289,7 +285,7 @@ def _table(near: _Near) -> Array:
 
 def _exponentials(ctx: LoweringContext, near: _Near) -> tuple[str, float]:
     """Write exp(-near * step) in units of 2**-_BITS for 0..last, where `last` stands for 0 if `empty`."""
-    b, below, step, last = ctx.builder, near.name, near.step, near.last
+    below, step, last = near.name, near.step, near.last
     if last < _LARGEST_TABLE:
         return gather_table(ctx, _table(near), below, below), 0.5 + _FLOAT64
     low = (last.bit_length() + 1) // 2
@@ -298,12 +294,12 @@ def _exponentials(ctx: LoweringContext, near: _Near) -> tuple[str, float]:
             "its input has steps too fine for a table", "put a QuantizeLinear/DequantizeLinear pair before it"
         )
     parts = factors_of_exponential(ctx, below, step, last, _BITS, low)
-    product = b.node("Add", [b.node("Mul", parts), constant64(ctx, 1 << (_BITS - 1))])
-    shifted = b.node("BitShift", [b.cast(product, TensorProto.UINT64), b.constant(_BITS, np.uint64)], direction="RIGHT")
-    found = b.cast(shifted, TensorProto.INT32)
+    product = ctx.node("Add", [ctx.node("Mul", parts), ctx.constant64(1 << (_BITS - 1))])
+    shifted = ctx.shifted_right(ctx.cast(product, TensorProto.UINT64), _BITS)
+    found = ctx.cast(shifted, TensorProto.INT32)
     if near.empty:  # the last place holds less than half a unit, or a mask, which must be exactly 0
-        some = b.node("Less", [below, b.constant(last, np.int32)])
-        found = b.node("Mul", [found, b.cast(some, TensorProto.INT32)])
+        some = ctx.node("Less", [below, ctx.constant(last, np.int32)])
+        found = ctx.node("Mul", [found, ctx.cast(some, TensorProto.INT32)])
     return found, 1.5 + 3 * _FLOAT64
 
 
@@ -331,7 +327,7 @@ def where(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         float(arg.values.item()) for arg in (first, second) if isinstance(arg, Constant) and arg.values.size == 1
     ]
     if len(numbers) == 2 and not known:
-        codes = ctx.builder.cast(integer_name(ctx, condition), TensorProto.UINT8)
+        codes = ctx.cast(integer_name(ctx, condition), TensorProto.UINT8)
         return Lookup(codes, np.asarray(numbers[::-1], np.float32), None)
     if any(isinstance(arg, FixedPoint) for arg in (first, second)):
         return choose(ctx, integer_name(ctx, condition), first, second)

@@ -13,7 +13,6 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     add_constant,
     multiply,
     narrow_to,
-    reach,
     require_unmasked,
     scale_by,
     single_scale,
@@ -44,8 +43,8 @@ def wide_abs(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Compute the magnitude of a value."""
     value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     lo = 0 if value.lo <= 0 <= value.hi else min(abs(value.lo), abs(value.hi))
-    name = ctx.builder.node("Abs", [value.name])
-    return replace(value, name=name, lo=lo, hi=reach(value), scale=np.abs(value.scale))
+    name = ctx.node("Abs", [value.name])
+    return replace(value, name=name, lo=lo, hi=value.reach, scale=np.abs(value.scale))
 
 
 def wide_leaky_relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:

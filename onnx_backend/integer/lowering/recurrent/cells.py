@@ -185,18 +185,17 @@ class Lstm(Cell):
         self.curve = gate_table(2.0**-self.fine, self.largest_cell_state, (("Tanh", size),), last)
         self.drop = self.fine + last - self.fraction
         addend = np.left_shift(self.gates.lift, self.product.guard) - self.product.centre
-        name, self.off = layer.inputs.write(ctx.builder, math.ldexp(unit, -self.product.guard), addend)
+        name, self.off = layer.inputs.write(ctx, math.ldexp(unit, -self.product.guard), addend)
         self.given, self.widths = (name,), (4 * size,)
         self.zeros = (OFFSET << self.drop, 0)
         self.starts, self.start_errors = self._starts(ctx)
 
     def _starts(self, ctx: LoweringContext) -> tuple[list[str | None], tuple[float, float]]:
         """Write the first states; return them with their errors."""
-        b = ctx.builder
         state, off = first_state(ctx, self.layer.state, self.fraction)
         cell, cell_off = first_state(ctx, self.layer.cell, self.fine)
         if state is not None:
-            state = plus(b, b.node("Mul", [state, b.constant(np.int64(1 << self.drop))]), OFFSET << self.drop)
+            state = plus(ctx, ctx.node("Mul", [state, ctx.constant(np.int64(1 << self.drop))]), OFFSET << self.drop)
         return [state, cell], (off, cell_off)
 
     def write_weights(self, b: Builder) -> list[tuple[str, str]]:
@@ -257,7 +256,7 @@ class _Gru(Cell):
         self.lift = (OFFSET << self.drop) + (1 << (self.drop - 1))
         self.zeros = (self.lift,)
         state, self.start_error = first_state(ctx, layer.state, self.fine)
-        self.starts = [None if state is None else plus(ctx.builder, state, self.lift)]
+        self.starts = [None if state is None else plus(ctx, state, self.lift)]
 
     def _gate_table(self, unit: float, reach: float) -> GateTable:
         return gate_table(unit, math.ceil(reach / unit) + 8, (("Sigmoid", self.both),), _GATES)
@@ -307,9 +306,9 @@ class GruBehind(_Gru):
         self.curve = self._candidate_table(unit, float(np.max(reach[both:] + last.reach)))
         self.cut = min(max(self.curve.bound.bit_length() + 1 + _GATES - ROOM, 0), _GATES)
         addend = np.concatenate([self.gates.lift << guard, np.zeros(size, np.int64)])
-        summed, self.off = ahead.write(ctx.builder, math.ldexp(unit, -guard), addend - self.product.centre)
+        summed, self.off = ahead.write(ctx, math.ldexp(unit, -guard), addend - self.product.centre)
         lift = self.curve.lift << (_GATES - self.cut)
-        apart, self.fresh_off = last.write(ctx.builder, math.ldexp(unit, self.cut - _GATES), lift)
+        apart, self.fresh_off = last.write(ctx, math.ldexp(unit, self.cut - _GATES), lift)
         self.given, self.widths = (summed, apart), (3 * size, size)
 
     def write_weights(self, b: Builder) -> list[tuple[str, str]]:
@@ -354,7 +353,7 @@ class GruBefore(_Gru):
             product = state_product(recurrent, self.fraction, float(np.max(reach + 4 * norm)))
             table = tabulate(product.unit, float(np.max(reach + norm)))
             addend = (table.lift << product.guard) - product.centre
-            name, off = inputs.write(ctx.builder, math.ldexp(product.unit, -product.guard), addend)
+            name, off = inputs.write(ctx, math.ldexp(product.unit, -product.guard), addend)
             self.products.append(product)
             self.tables.append(table)
             self.offs.append(off)

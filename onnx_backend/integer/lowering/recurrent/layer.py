@@ -16,9 +16,6 @@ from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
-    bits,
-    constant64,
-    int64,
     narrow_to,
     round_half_up,
     rounding_shift,
@@ -330,13 +327,13 @@ def in_unit(ctx: LoweringContext, value: FixedPoint, fraction: int) -> FixedPoin
         value = narrow_to(ctx, value, _RELATIVE)
         exponent = math.frexp(float(value.scale) * 2.0**fraction)[1]
         # the factor uses all remaining bits, so that its own rounding is far below one unit
-        shift = min(max(ROOM - 1 - bits(value) - exponent, 1), ROOM - 2)
+        shift = min(max(ROOM - 1 - value.bits - exponent, 1), ROOM - 2)
     ratio = float(value.scale) * 2.0**fraction
     factor = round(math.ldexp(ratio, shift))
     top = max(abs(value.lo), abs(value.hi))
-    name = int64(ctx, value)
+    name = ctx.int64(value)
     if factor != 1:
-        name = ctx.builder.node("Mul", [name, constant64(ctx, factor)])
+        name = ctx.node("Mul", [name, ctx.constant64(factor)])
     ends = sorted((value.lo * factor, value.hi * factor))
     lo, hi = (round_half_up(bound, shift) for bound in ends)
     narrow = max(abs(lo), abs(hi)) < (1 << 31) - 1
@@ -355,7 +352,7 @@ def first_state(ctx: LoweringContext, value: FixedPoint | None, fraction: int) -
     if value is None:
         return None, 0.0
     found = in_unit(ctx, value, fraction)
-    name = ctx.builder.node("Unsqueeze", [int64(ctx, found), constant64(ctx, np.asarray([1]))])
+    name = ctx.node("Unsqueeze", [ctx.int64(found), ctx.constant64(np.asarray([1]))])
     return name, math.ldexp(found.error, -fraction)
 
 

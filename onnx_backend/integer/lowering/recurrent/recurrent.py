@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64, int64_value
+from onnx_backend.integer.fixed_point.fixed_arithmetic import int64_value
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import Args, LoweringContext, label
@@ -61,10 +61,10 @@ def run_steps(ctx: LoweringContext, cell: Cell, layer: Direction) -> Outputs:
     """Write all steps of one direction, with the bounds of their errors."""
     fixed = layer.steps is not None
     lifted, last = (_unrolled if fixed else _scanned)(ctx, cell, layer)
-    b, errors = ctx.builder, list(islice(cell.errors(), layer.steps or LONGEST))
+    errors = list(islice(cell.errors(), layer.steps or LONGEST))
     worst = max(error for error, _ in errors)
-    states = _hidden(b, b.node("Transpose", [lifted], perm=[0, 2, 1, 3]), cell, layer, worst)
-    state = _hidden(b, _as_last(ctx, last[0], layer), cell, layer, errors[-1][0] if fixed else worst)
+    states = _hidden(ctx, ctx.node("Transpose", [lifted], perm=[0, 2, 1, 3]), cell, layer, worst)
+    state = _hidden(ctx, _as_last(ctx, last[0], layer), cell, layer, errors[-1][0] if fixed else worst)
     most, cell_state = cell.largest_cell_state, None
     if most is not None:
         off = math.ldexp(errors[-1][1] if fixed else max(error for _, error in errors), cell.fine)
@@ -86,33 +86,32 @@ def _hidden(b: Builder, lifted: str, cell: Cell, layer: Direction, error: float)
 def _as_last(ctx: LoweringContext, state: str, layer: Direction) -> str:
     """Write a state behind all steps as [1, batch, hidden]."""
     if layer.steps is None:
-        return ctx.builder.node("Transpose", [state], perm=[1, 0, 2])
-    return ctx.builder.node("Squeeze", [state, constant64(ctx, np.asarray([2]))])
+        return ctx.node("Transpose", [state], perm=[1, 0, 2])
+    return ctx.node("Squeeze", [state, ctx.constant64(np.asarray([2]))])
 
 
 def _unrolled(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, list[str]]:
     """Write every step; return the lifted hidden states [steps, batch, 1, hidden] and the last states."""
-    b, count = ctx.builder, layer.steps or 0
-    rows = [b.split(name, [1] * count, 0) for name in cell.given]
-    states, weights, found = cell.starts, cell.write_weights(b), {}
+    count = layer.steps or 0
+    rows = [ctx.split(name, [1] * count, 0) for name in cell.given]
+    states, weights, found = cell.starts, cell.write_weights(ctx), {}
     for t in range(count)[::-1] if layer.backwards else range(count):
-        last = cell.write_step(b, Step([row[t] for row in rows], states, weights, 4))
+        last = cell.write_step(ctx, Step([row[t] for row in rows], states, weights, 4))
         states, found[t] = [*last], last[0]
-    return b.node("Concat", [found[t] for t in range(count)], axis=0), last
+    return ctx.node("Concat", [found[t] for t in range(count)], axis=0), last
 
 
 def _scanned(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, list[str]]:
     """Write a Scan over the steps; return the lifted hidden states [steps, batch, 1, hidden] and the last states."""
-    b = ctx.builder
     starts = [
         _filled(ctx, cell, layer, zero) if name is None else name
         for name, zero in zip(cell.starts, cell.zeros, strict=True)
     ]
-    kept = [b.fresh(f"{b.label}.state") for _ in starts]
-    given = [b.fresh(f"{b.label}.given") for _ in cell.given]
-    with b.inside() as (nodes, initializers):
-        states = cell.write_step(b, Step(given, kept, cell.write_weights(b), 3))
-        shown = b.node("Identity", [states[0]])
+    kept = [ctx.fresh(f"{ctx.label}.state") for _ in starts]
+    given = [ctx.fresh(f"{ctx.label}.given") for _ in cell.given]
+    with ctx.inside() as (nodes, initializers):
+        states = cell.write_step(ctx, Step(given, kept, cell.write_weights(ctx), 3))
+        shown = ctx.node("Identity", [states[0]])
     plain = [node for node in nodes if isinstance(node, NodeProto)]
     assert len(plain) == len(nodes)  # nothing in a step is left to the target
 
@@ -121,14 +120,14 @@ def _scanned(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, l
 
     body = helper.make_graph(
         plain,
-        f"{b.label}.step",
+        f"{ctx.label}.step",
         [info(name, layer.hidden) for name in kept]
         + [info(name, width) for name, width in zip(given, cell.widths, strict=True)],
         [info(name, layer.hidden) for name in (*states, shown)],
         initializers,
     )
-    last = [b.fresh(f"{b.label}.last") for _ in starts]
-    lifted = b.fresh(f"{b.label}.states")
+    last = [ctx.fresh(f"{ctx.label}.last") for _ in starts]
+    lifted = ctx.fresh(f"{ctx.label}.states")
     directions = [int(layer.backwards)]
     node = helper.make_node(
         "Scan",
@@ -140,18 +139,17 @@ def _scanned(ctx: LoweringContext, cell: Cell, layer: Direction) -> tuple[str, l
         scan_input_directions=directions * len(given),
         scan_output_directions=directions,
     )
-    b.nodes.append(node)
+    ctx.nodes.append(node)
     return lifted, last
 
 
 def _filled(ctx: LoweringContext, cell: Cell, layer: Direction, integer: int) -> str:
     """Write a first state of one integer, [batch, 1, hidden]."""
-    b = ctx.builder
     if layer.batch is not None:
-        return constant64(ctx, np.full((layer.batch, 1, layer.hidden), integer, np.int64))
-    batch = b.node("Shape", [cell.given[0]], start=1, end=2)
-    shape = b.node("Concat", [batch, constant64(ctx, np.asarray([1, layer.hidden]))], axis=0)
-    return b.node("Expand", [constant64(ctx, integer), shape])
+        return ctx.constant64(np.full((layer.batch, 1, layer.hidden), integer, np.int64))
+    batch = ctx.node("Shape", [cell.given[0]], start=1, end=2)
+    shape = ctx.node("Concat", [batch, ctx.constant64(np.asarray([1, layer.hidden]))], axis=0)
+    return ctx.node("Expand", [ctx.constant64(integer), shape])
 
 
 _DEFAULTS = MappingProxyType({"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"]})
@@ -197,11 +195,10 @@ def _lowered(
 
 def _note_errors(ctx: LoweringContext, node: NodeProto, runs: Sequence[Outputs]) -> None:
     """Note in the certificate what holds of sequences up to a length, and what for longer ones."""
-    b = ctx.builder
     worst = [max(errors) for errors in zip(*(run.errors for run in runs), strict=True)]
     lengths = [1 << i for i in range(len(worst).bit_length()) if 1 << i <= len(worst)]
-    b.facts[label(node)]["state_error_by_length"] = {str(n): max(worst[:n]) for n in lengths}
-    b.assumed.append(f"{label(node)}: its sequence has at most {LONGEST} steps; of longer ones no error is stated")
+    ctx.facts[label(node)]["state_error_by_length"] = {str(n): max(worst[:n]) for n in lengths}
+    ctx.assumed.append(f"{label(node)}: its sequence has at most {LONGEST} steps; of longer ones no error is stated")
 
 
 def _pending(node: NodeProto, value: FixedPoint) -> Linear:
@@ -218,7 +215,7 @@ def _joined(ctx: LoweringContext, values: Sequence[FixedPoint], axis: int) -> Fi
     first = values[0]
     if len(values) == 1:
         return first
-    name = ctx.builder.node("Concat", [value.name for value in values], axis=axis)
+    name = ctx.node("Concat", [value.name for value in values], axis=axis)
     lo, hi = min(value.lo for value in values), max(value.hi for value in values)
     return replace(first, name=name, lo=lo, hi=hi, error=max(value.error for value in values))
 
@@ -295,4 +292,4 @@ def _initial(ctx: LoweringContext, args: Args, place: int, what: str) -> FixedPo
 
 def _pick(ctx: LoweringContext, value: FixedPoint, index: int) -> FixedPoint:
     """Return one index of the first axis, which is dropped."""
-    return replace(value, name=ctx.builder.node("Gather", [value.name, constant64(ctx, index)], axis=0))
+    return replace(value, name=ctx.node("Gather", [value.name, ctx.constant64(index)], axis=0))
