@@ -32,8 +32,8 @@ from onnx_backend.integer.ir.values import (
     Value,
 )
 from onnx_backend.integer.lowering.movement.moves import CODE_MOVES, move_codes
-from onnx_backend.integer.lowering.ops import stored
-from onnx_backend.integer.lowering.registry import LOWERINGS, copy_node
+from onnx_backend.integer.lowering.short_forms import copied, stored
+from onnx_backend.integer.lowering.table import LOWERINGS
 from onnx_backend.passes.fold_constants import evaluate, fold
 from onnx_backend.proto.graph_queries import consumers, producers
 from onnx_backend.proto.nodes import attributes, metadata
@@ -364,10 +364,10 @@ def _by_its_op(ctx: LoweringContext, node: NodeProto, args: list[Value | None]) 
         return move_codes(ctx, node, args)
     integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
     if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
-        return copy_node(ctx, node, args)
+        return copied(ctx, node, args)
     if lowering is None:
         raise refusal(node)
-    return lowering(ctx, node, args)
+    return lowering.lower(ctx, node, args)
 
 
 def _folded(ctx: LoweringContext, node: NodeProto, args: list[Value | None], *, last: bool) -> tuple[Value, ...] | None:

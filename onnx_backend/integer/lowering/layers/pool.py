@@ -51,24 +51,10 @@ def mean_of_any_size(
     return Linear(terms, source=label(node), error=Fraction(unit) / 2)
 
 
-def global_average_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower GlobalAveragePool."""
-    axes = list(range(2, ctx.rank(node.input[0])))
-    return _reduced(ctx, node, args, axes, keepdims=1, mean=True)
-
-
-def reduce_mean(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower ReduceMean (torch writes a mean over height and width like this)."""
-    return _reduce(ctx, node, args, mean=True)
-
-
-def reduce_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower ReduceSum over static sizes."""
-    return _reduce(ctx, node, args, mean=False)
-
-
-def _reduce(ctx: LoweringContext, node: NodeProto, args: Args, *, mean: bool) -> Value:
-    axes = reduced_axes(ctx, node, args)
+def reduction(ctx: LoweringContext, node: NodeProto, args: Args, *, mean: bool = False) -> Value:
+    """Lower ReduceSum over static sizes, or ReduceMean and GlobalAveragePool."""
+    whole = node.op_type == "GlobalAveragePool"
+    axes = list(range(2, ctx.rank(node.input[0]))) if whole else reduced_axes(ctx, node, args)
     if axes is None:
         return encoded_value(args)
     return _reduced(ctx, node, args, axes, keepdims=int(attributes(node).get("keepdims", 1)), mean=mean)

@@ -6,10 +6,9 @@ variance has only zeros left of it, so the root is never taken of less than one 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 from onnx import NodeProto, TensorProto
@@ -30,7 +29,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 )
 from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, label
+from onnx_backend.integer.ir.context import Args, LoweringContext
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Lookup, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.norms_of_codes import are_codes, normalized_codes
 from onnx_backend.proto.nodes import attributes
@@ -111,17 +110,8 @@ def _sized(ctx: LoweringContext, rows: FixedPoint, inverse: FixedPoint, most: fl
     return replace(found, lo=max(found.lo, -top), hi=min(found.hi, top), error=found.error + unrest / unit)
 
 
-def layer_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower LayerNormalization over the last axes; gain and bias may be float, quantized, or activations."""
-    return _last_axes(ctx, node, args, centred=True)
-
-
-def rms_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower RMSNormalization over the last axes."""
-    return _last_axes(ctx, node, args, centred=False)
-
-
-def _last_axes(ctx: LoweringContext, node: NodeProto, args: Args, *, centred: bool) -> Value:
+def last_axes_normalization(ctx: LoweringContext, node: NodeProto, args: Args, *, centred: bool = True) -> Value:
+    """Lower LayerNormalization, or RMSNormalization; gain and bias may be float, quantized, or activations."""
     if any(node.output[1:]):
         raise Refused("its mean or deviation is used", "remove the further outputs")
     attrs, rank = attributes(node), ctx.rank(node.input[0])
@@ -130,7 +120,7 @@ def _last_axes(ctx: LoweringContext, node: NodeProto, args: Args, *, centred: bo
     epsilon = float(attrs.get("epsilon", 1e-5))
     axes = axes if len(axes) > 1 else [-1]
     found = _normalized(ctx, args[0], axes, count, epsilon, centred=centred)
-    return replace(_affine(ctx, found, args[1:]), source=label(node))
+    return _affine(ctx, found, args[1:])
 
 
 def _normalized(
@@ -169,7 +159,7 @@ def instance_normalization(ctx: LoweringContext, node: NodeProto, args: Args) ->
     count = math.prod(ctx.sizes(node.input[0], axes))
     epsilon = float(attributes(node).get("epsilon", 1e-5))
     found = _normalized(ctx, args[0], axes, count, epsilon, centred=True)
-    return replace(_affine(ctx, found, args[1:], (-1, *(1 for _ in axes))), source=label(node))
+    return _affine(ctx, found, args[1:], (-1, *(1 for _ in axes)))
 
 
 def group_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -183,7 +173,7 @@ def group_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Va
     found = normalized_rows(ctx, grouped, [2], count, float(attrs.get("epsilon", 1e-5)), centred=True)
     found = replace(found, name=ctx.node("Reshape", [found.name, ctx.constant64(np.asarray([0, channels, *spatial]))]))
     parameters = [_per_channel(arg, channels) for arg in args[1:]]
-    return replace(_affine(ctx, found, parameters, (-1, *(1 for _ in spatial))), source=label(node))
+    return _affine(ctx, found, parameters, (-1, *(1 for _ in spatial)))
 
 
 def _per_channel(parameter: Value | None, channels: int) -> Value | None:
@@ -199,7 +189,7 @@ def mean_variance_normalization(ctx: LoweringContext, node: NodeProto, args: Arg
     value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     found = normalized_rows(ctx, value, axes, count, 0.0, centred=True)
     least = abs(float(value.scale)) / count  # of a deviation that is not 0
-    return replace(found, relative=found.relative + 1e-9 / least, source=label(node))
+    return replace(found, relative=found.relative + 1e-9 / least)
 
 
 def lp_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -210,7 +200,7 @@ def lp_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value
     value = to_fixed(ctx, args[0])
     if int(attrs.get("p", 2)) == 2:
         found = normalized_rows(ctx, value, [axis], count, 0.0, centred=False)
-        return replace(scale_by(found, 1.0 / math.sqrt(count)), source=label(node))
+        return scale_by(found, 1.0 / math.sqrt(count))
     value = narrow_to(ctx, single_scale(ctx, require_unmasked(value)), 31)
     if value.inexact:
         raise Refused("its input is not exact", _BETWEEN)
@@ -219,17 +209,4 @@ def lp_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value
     empty = ctx.cast(ctx.node("Equal", [sums.name, ctx.constant64(0)]), TensorProto.INT64)
     sums = replace(sums, name=ctx.node("Add", [sums.name, empty]), lo=1, hi=max(sums.hi, 1), scale=np.ones(()))
     rows = replace(value, scale=np.asarray(math.copysign(1.0, float(value.scale))))
-    return replace(_sized(ctx, rows, reciprocal(ctx, sums), 1.0, 0.0), source=label(node))
-
-
-#: Norms by op type.
-NORMS: Mapping[str, Callable[[LoweringContext, NodeProto, Args], Value]] = MappingProxyType(
-    {
-        "GroupNormalization": group_normalization,
-        "InstanceNormalization": instance_normalization,
-        "LayerNormalization": layer_normalization,
-        "LpNormalization": lp_normalization,
-        "MeanVarianceNormalization": mean_variance_normalization,
-        "RMSNormalization": rms_normalization,
-    }
-)
+    return _sized(ctx, rows, reciprocal(ctx, sums), 1.0, 0.0)

@@ -249,10 +249,7 @@ SELECTIONS: Mapping[str, Callable[[LoweringContext, NodeProto, Args], Any]] = Ma
         "LessOrEqual": _comparison(operator.le),
         "Max": extreme,
         "Min": extreme,
-        "ScatterElements": scatter,
-        "ScatterND": scatter,
         "TopK": top_k,
         "Trilu": trilu,
-        "Where": where,
     }
 )

@@ -24,7 +24,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 )
 from onnx_backend.integer.fixed_point.newton import factors_of_exponential, logarithm, table_of_exponentials
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
-from onnx_backend.integer.ir.context import GUARD, Args, LoweringContext, integer_name, label
+from onnx_backend.integer.ir.context import GUARD, Args, LoweringContext, integer_name
 from onnx_backend.integer.ir.operations import Shares, Softmax
 from onnx_backend.integer.ir.values import Array, Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
@@ -112,7 +112,7 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     else:
         found, missing = _of_rows(ctx, near)
     guard = float(metadata(node).get(GUARD, 0.0))
-    value = replace(found, source=label(node), missing=missing, error=found.error + guard / float(found.scale))
+    value = replace(found, missing=missing, error=found.error + guard / float(found.scale))
     if rows is not None:
         rows = replace(rows, error=rows.error + guard)
         ctx.softmaxes[value.name] = value, rows
@@ -165,7 +165,7 @@ def log_softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     high = rows.length << _BITS
     error = rows.length * rows.error
     logs = logarithm(ctx, int64_value(rows.sums, 2.0**-_BITS, 1 << _BITS, high, error=error, relative=rows.relative))
-    return replace(negate(add(ctx, below, logs)), source=label(node))
+    return negate(add(ctx, below, logs))
 
 
 def _near(ctx: LoweringContext, node: NodeProto, args: Args) -> _Near:

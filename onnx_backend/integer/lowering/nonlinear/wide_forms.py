@@ -1,14 +1,8 @@
-"""Lower arithmetic on values without a quantizer behind them, where the short forms for codes do not apply.
-
-Each lowering first asks for the short form (a table, a scale, an int32 accumulator); only where an operand is a
-function, a clipped accumulator or fixed point already, the operation itself is written in fixed point.
-"""
+"""Lower arithmetic on values without a quantizer behind them, where the short forms for codes do not apply."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
@@ -40,69 +34,91 @@ from onnx_backend.integer.fixed_point.newton import (
     reciprocal_root,
     square_root,
 )
-from onnx_backend.integer.fixed_point.to_fixed import integer_scores, to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, integer_name, label, reduced_axes
+from onnx_backend.integer.fixed_point.to_fixed import clip, integer_scores, to_fixed
+from onnx_backend.integer.ir.context import (
+    Args,
+    Lowering,
+    LoweringContext,
+    constant_integers,
+    integer_name,
+    label,
+    reduced_axes,
+)
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest
 from onnx_backend.integer.ir.values import (
     Array,
-    Bent,
     Constant,
     FixedPoint,
-    Integers,
-    Joined,
     Linear,
     Lookup,
-    Pending,
     Refused,
-    Selected,
     Value,
 )
 from onnx_backend.integer.lowering.movement.moves import MOVES
-from onnx_backend.integer.lowering.nonlinear.straight_lines import STRAIGHT
+from onnx_backend.integer.lowering.nonlinear.selection import scatter as choose_scattered
 from onnx_backend.integer.lowering.nonlinear.tables import SELU, TABLES
 from onnx_backend.proto.nodes import attributes
 
-Lowering = Callable[[LoweringContext, NodeProto, Args], Any]
-_PENDING = (FixedPoint, Linear, Joined, Bent, Selected, Pending)
+
+def wide_clip(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Clip a value to constant bounds."""
+    bounds = [-math.inf, math.inf]
+    for index, bound in enumerate(args[1:]):
+        if bound is not None:
+            if not isinstance(bound, Constant) or bound.values.size != 1:
+                raise Refused("one of its bounds is not a constant scalar", "store the bounds as initializers")
+            bounds[index] = float(bound.values.reshape(-1)[0])
+    return clip(ctx, to_fixed(ctx, args[0]), bounds[0], bounds[1])
+
+
+def magnitude(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
+    """Compute the magnitude of a value."""
+    value = single_scale(ctx, require_unmasked(value))
+    lo = 0 if value.lo <= 0 <= value.hi else min(abs(value.lo), abs(value.hi))
+    return replace(value, name=ctx.node("Abs", [value.name]), lo=lo, hi=value.reach, scale=np.abs(value.scale))
+
+
+def wide_leaky_relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Multiply negative values by a slope."""
+    value = to_fixed(ctx, args[0])
+    below = scale_by(clip(ctx, value, -math.inf, 0.0), float(attributes(node).get("alpha", 0.01)))
+    return add(ctx, clip(ctx, value, 0.0, math.inf), below)
+
+
+def wide_prelu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Multiply negative values by slopes of their own, stored or computed."""
+    value, slope = to_fixed(ctx, args[0]), args[1]
+    below = clip(ctx, value, -math.inf, 0.0)
+    if isinstance(slope, Constant):
+        below = scale_by(below, slope.values.astype(np.float64))
+    else:
+        below = multiply(ctx, below, to_fixed(ctx, slope, "its slope"))
+    return add(ctx, clip(ctx, value, 0.0, math.inf), below)
+
+
+def wide_hard_sigmoid(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Clip a straight line to 0..1."""
+    attrs = attributes(node)
+    return _ramp(ctx, to_fixed(ctx, args[0]), float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5)))
+
+
+def wide_hard_swish(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Multiply a value by its HardSigmoid."""
+    value = narrow_to(ctx, single_scale(ctx, to_fixed(ctx, args[0])), 31)
+    return multiply(ctx, value, narrow_to(ctx, _ramp(ctx, value, 1.0 / 6.0, 0.5), 31))
+
+
+def _ramp(ctx: LoweringContext, value: FixedPoint, alpha: float, beta: float) -> FixedPoint:
+    return clip(ctx, add_constant(scale_by(value, alpha), beta), 0.0, 1.0)
+
+
 _FINE = 16  # bits that the smallest reciprocal needs
 _SUMMED = 16  # bits that summands keep in int32
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
-def either(short: Lowering, wide: Lowering) -> Lowering:
-    """Make a lowering that takes the short form where there is one, and fixed point where it would be refused."""
-
-    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Any:
-        if not any(isinstance(arg, FixedPoint) for arg in args):
-            try:
-                return short(ctx, node, args)
-            except Refused:
-                if not _is_wide(args):
-                    raise
-        found = wide(ctx, node, args)
-        return replace(found, source=label(node)) if isinstance(found, FixedPoint) else found
-
-    return lower
-
-
-def _is_wide(args: Args) -> bool:
-    given = [arg for arg in args if arg is not None]
-    pending = [arg for arg in given if isinstance(arg, _PENDING) or (isinstance(arg, Lookup) and arg.encoding is None)]
-    activations = [arg for arg in given if not isinstance(arg, Constant | Integers)]
-    return bool(pending) or len(activations) > 1
-
-
-def wide_add(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Add two values, or a constant to one."""
-    return _added(ctx, args, 1)
-
-
-def wide_sub(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Subtract two values, or a value and a constant."""
-    return _added(ctx, args, -1)
-
-
-def _added(ctx: LoweringContext, args: Args, sign: int) -> FixedPoint:
+def wide_add(ctx: LoweringContext, node: NodeProto, args: Args, sign: int = 1) -> FixedPoint:
+    """Add two values, or a constant to one; with a `sign` of -1 subtract."""
     left, right = args
     for side, other in ((left, right), (right, left)):
         if isinstance(side, Constant) and np.all(np.isfinite(side.values)) and np.all(side.values > MASK):
@@ -212,11 +228,6 @@ def wide_pow(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return found if power > 0 else reciprocal(ctx, found)
 
 
-def wide_sqrt(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Compute the square root of a value that is not negative."""
-    return square_root(ctx, to_fixed(ctx, args[0]))
-
-
 def wide_reciprocal(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Compute the reciprocal of a value whose static bounds exclude 0."""
     return reciprocal(ctx, _in_reach(ctx, node.input[0], to_fixed(ctx, args[0])))
@@ -228,11 +239,6 @@ def wide_log(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if isinstance(value, Linear) and 0.0 < value.lo < value.hi:
         return logarithm(ctx, to_fixed(ctx, replace(value, lo=-np.inf)), value.lo)
     return logarithm(ctx, _in_reach(ctx, node.input[0], to_fixed(ctx, value)))
-
-
-def wide_neg(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Change the sign of a value."""
-    return negate(to_fixed(ctx, args[0]))
 
 
 def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -264,10 +270,15 @@ def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return int64_value(ctx.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
 
 
-def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
-    """Make the lowering of a function of `elementwise.CURVES`."""
+def of_one(function: Callable[[LoweringContext, FixedPoint], FixedPoint]) -> Lowering:
+    """Make the lowering of a function of one value."""
+    return lambda ctx, node, args: function(ctx, to_fixed(ctx, args[0]))
 
-    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+
+def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
+    """Make the lowering of a function of `curves.CURVES`."""
+
+    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> FixedPoint:
         attrs = attributes(node)
         with np.errstate(all="ignore"):
             return bent(ctx, to_fixed(ctx, args[0]), lambda x: function(x, attrs), CURVES[op_type](attrs))
@@ -283,26 +294,16 @@ def wide_selu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return scale_by(elu, float(attrs["gamma"]))
 
 
-def wide_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Sum over axes of static sizes."""
-    return _reduced(ctx, node, args)[0]
-
-
-def wide_mean(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Average over axes of static sizes: the sum with another scale."""
-    found, count = _reduced(ctx, node, args)
-    return scale_by(found, 1.0 / count)
-
-
-def _reduced(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[FixedPoint, int]:
+def wide_reduction(ctx: LoweringContext, node: NodeProto, args: Args, *, mean: bool = False) -> Value:
+    """Sum or average over axes of static sizes: an average is the sum with another scale."""
     axes = reduced_axes(ctx, node, args)
-    if axes is None:
-        return to_fixed(ctx, args[0]), 1
-    count = math.prod(ctx.sizes(node.input[0], axes))
+    count = 1 if axes is None else math.prod(ctx.sizes(node.input[0], axes))
     if count == 0:
         raise Refused("it reduces over an axis of size 0", "remove the node")
-    keepdims = int(attributes(node).get("keepdims", 1))
-    return total(ctx, to_fixed(ctx, args[0]), axes, count, keepdims=keepdims), count
+    found = to_fixed(ctx, args[0])
+    if axes is not None:
+        found = total(ctx, found, axes, count, keepdims=int(attributes(node).get("keepdims", 1)))
+    return scale_by(found, 1.0 / count) if mean else found
 
 
 def cum_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -314,11 +315,18 @@ def cum_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     (value,) = _addable(ctx, [value], count)
     name = ctx.node("CumSum", [value.name, ctx.constant(axis[0], np.int64)], **attributes(node))
-    return _sums_of(ctx, name, value, value, count, node)
+    return _sums_of(ctx, name, value, value, count)
 
 
-def scatter_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower ScatterND and ScatterElements that add to what is there, as sums over the edges of a graph do."""
+def scatter(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Lower ScatterND and ScatterElements, which choose among codes or add up."""
+    if attributes(node).get("reduction", "none") == "add":
+        return replace(_scattered_sum(ctx, node, args), source=label(node))
+    return choose_scattered(ctx, node, args)
+
+
+def _scattered_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> FixedPoint:
+    """Write ScatterND and ScatterElements that add to what is there, as sums over the edges of a graph do."""
     attrs, shape = attributes(node), ctx.shapes.get(node.input[1])
     axes = range(len(shape or ()) - 1) if node.op_type == "ScatterND" else [int(attrs.get("axis", 0))]
     count = math.prod(ctx.sizes(node.input[1], axes)) if shape else ctx.rank(node.input[1])
@@ -330,7 +338,7 @@ def scatter_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         parts = at_one_scale(ctx, [data, updates])
     data, updates = _addable(ctx, parts, count + 1)
     name = ctx.node(node.op_type, [data.name, integer_name(ctx, args[1]), updates.name], **attrs)
-    return _sums_of(ctx, name, data, updates, count, node)
+    return _sums_of(ctx, name, data, updates, count)
 
 
 def _addable(ctx: LoweringContext, parts: Sequence[FixedPoint], count: int) -> list[FixedPoint]:
@@ -348,14 +356,12 @@ def _addable(ctx: LoweringContext, parts: Sequence[FixedPoint], count: int) -> l
     return [integer_scores(ctx, part) for part in found]
 
 
-def _sums_of(
-    ctx: LoweringContext, name: str, first: FixedPoint, value: FixedPoint, count: int, node: NodeProto
-) -> FixedPoint:
+def _sums_of(ctx: LoweringContext, name: str, first: FixedPoint, value: FixedPoint, count: int) -> FixedPoint:
     """Return the tensor of sums of one value and up to `count` others as a value."""
     lo, hi = min(first.lo, 0) + min(value.lo, 0) * count, max(first.hi, 0) + max(value.hi, 0) * count
     ctx.proven[name] = lo, hi
     error = first.spread + value.spread * count
-    return FixedPoint(name, value.scale, lo, hi, narrow=value.narrow, error=error, source=label(node))
+    return FixedPoint(name, value.scale, lo, hi, narrow=value.narrow, error=error)
 
 
 def wide_matmul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -399,27 +405,3 @@ def wide_gemm(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         return value
     bias = args[2] if beta == 1.0 else wide_mul(ctx, node, [args[2], Constant(np.asarray(beta))])
     return wide_add(ctx, node, [value, bias])
-
-
-#: The lowering of an op whose operands have no short form.
-WIDE: Mapping[str, Lowering] = MappingProxyType(
-    {
-        **STRAIGHT,
-        "Add": wide_add,
-        "Div": wide_div,
-        "Exp": wide_exp,
-        "Gemm": wide_gemm,
-        "GlobalAveragePool": wide_mean,
-        "Log": wide_log,
-        "MatMul": wide_matmul,
-        "Mul": wide_mul,
-        "Neg": wide_neg,
-        "Pow": wide_pow,
-        "Reciprocal": wide_reciprocal,
-        "ReduceMean": wide_mean,
-        "ReduceSum": wide_sum,
-        "Selu": wide_selu,
-        "Sqrt": wide_sqrt,
-        "Sub": wide_sub,
-    }
-)

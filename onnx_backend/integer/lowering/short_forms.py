@@ -1,20 +1,19 @@
-"""The table of lowerings: one function per op type, from the values of its inputs to the value of its output.
+"""Short forms: lowerings of operands that have codes, to a table, a scale or an int32 accumulator.
 
 A lowering has the signature `(ctx, node, args) -> Value | tuple of Value`; an absent optional input is None. It raises
 `Refused` where the op cannot be computed on integers alone.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.integer.fixed_point.to_fixed import cast_to_float
 from onnx_backend.integer.ir.context import (
     Args,
-    Lowering,
     LoweringContext,
     concat_codes,
     integer_name,
@@ -35,36 +34,23 @@ from onnx_backend.integer.ir.values import (
     as_linear,
     clip_value,
 )
-from onnx_backend.integer.lowering.layers.conv_transpose import conv_transpose
 from onnx_backend.integer.lowering.layers.layers import (
     accumulate,
     as_sum,
     bytes_of,
-    conv,
     factor,
-    gemm,
-    matmul,
     plus_constant,
     products,
     scaled,
     stored_values,
 )
-from onnx_backend.integer.lowering.layers.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
-from onnx_backend.integer.lowering.movement.moves import MOVES, pad
-from onnx_backend.integer.lowering.movement.resize import resize
-from onnx_backend.integer.lowering.nonlinear.selection import SELECTIONS
+from onnx_backend.integer.lowering.movement.moves import filled
 from onnx_backend.integer.lowering.nonlinear.tables import NO_NUMBER, TABLES, table
-from onnx_backend.integer.lowering.quantizers import dequantize, quantize
 from onnx_backend.proto.nodes import attributes, node_label
 
 #: Of a folded normalization: its stored numbers, epsilon, root, quotient and the products with it.
 _NORM_ROUNDINGS = 8
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
-
-
-def relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Relu to a lower clip of 0, folded into the requantization before it."""
-    return _clip(args, 0.0, math.inf)
 
 
 def clip(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -73,10 +59,11 @@ def clip(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     attrs = attributes(node)  # bounds were attributes before opset 11
     lo = attrs.get("min", -math.inf) if bounds[0] is None else bounds[0]
     hi = attrs.get("max", math.inf) if bounds[1] is None else bounds[1]
-    return _clip(args, float(lo), float(hi))
+    return clipped(args, float(lo), float(hi))
 
 
-def _clip(args: Args, lo: float, hi: float) -> Value:
+def clipped(args: Args, lo: float, hi: float) -> Value:
+    """Return the first argument clipped, folded into the requantization before it."""
     value = args[0]
     done = None if value is None else clip_value(value, lo, hi)
     if done is None:
@@ -90,17 +77,8 @@ def _scalar(value: Value | None) -> float:
     raise Refused("one of its bounds is not a constant scalar", "store the bounds as initializers")
 
 
-def add(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Add of activations and constants to one fixed point with a common shift and one rounding."""
-    return _sum(node, args, 1)
-
-
-def sub(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Sub as an Add with a negative multiplier."""
-    return _sum(node, args, -1)
-
-
-def _sum(node: NodeProto, args: Args, sign: int) -> Value:
+def add(ctx: LoweringContext, node: NodeProto, args: Args, sign: int = 1) -> Value:
+    """Lower Add of activations and constants to one fixed point with a common shift; with a `sign` of -1 Sub."""
     left, right = args
     mapped = _mapped(np.add if sign > 0 else np.subtract, left, right)
     if mapped is not None:
@@ -120,7 +98,7 @@ def total(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Sum to one fixed point; a Sum of one operand, which keeps a runtime from fusing, is dropped."""
     value = args[0]
     for other in args[1:]:
-        value = _sum(node, [value, other], 1)
+        value = add(ctx, node, [value, other])
     assert value is not None  # the first input is required by the standard
     return value
 
@@ -287,6 +265,8 @@ def concat(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Concat: free where all inputs share one encoding, else each input is brought to the output's."""
     axis = int(attributes(node)["axis"])
     parts = tuple(arg for arg in args if arg is not None)
+    if all(isinstance(arg, Constant) for arg in args):
+        return Constant(np.concatenate([arg.values for arg in args if isinstance(arg, Constant)], axis))
     if any(isinstance(part, Integers) for part in parts):
         raise Refused("it mixes integer and float tensors", "concatenate tensors of one type")
     shapes = [ctx.shapes.get(name) for name in node.input]
@@ -300,11 +280,14 @@ def concat(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def copied(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Copy a node that computes on integers already (shape arithmetic).
+    """Copy a node that computes on integers already (shape arithmetic), or treat its float results as numbers.
 
     Raises:
         Refused: an input or an output is not an integer or boolean tensor.
     """
+    numbers = cast_to_float(ctx, node, args) if node.op_type != "ConstantOfShape" else filled(ctx, node, args)
+    if numbers is not None:
+        return numbers
     for name in filter(None, node.output):
         if ctx.types.get(name, TensorProto.UNDEFINED) not in INTEGER_TYPES:
             raise Refused(
@@ -334,38 +317,3 @@ def stored(tensor: TensorProto) -> Value:
     if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16):
         return Constant(array.astype(np.float32))
     return Integers("", array, tensor.data_type)
-
-
-LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
-    {
-        "Add": add,
-        "AveragePool": average_pool,
-        "BatchNormalization": batch_normalization,
-        "Clip": clip,
-        "Concat": concat,
-        "Constant": constant,
-        "Conv": conv,
-        "ConvTranspose": conv_transpose,
-        "DequantizeLinear": dequantize,
-        "Div": div,
-        "Gemm": gemm,
-        "GlobalAveragePool": global_average_pool,
-        "LeakyRelu": leaky_relu,
-        "MatMul": matmul,
-        "Mean": mean,
-        "Mul": mul,
-        "PRelu": prelu,
-        "Pad": pad,
-        "Pow": power,
-        "QuantizeLinear": quantize,
-        "ReduceMean": reduce_mean,
-        "ReduceSum": reduce_sum,
-        "Relu": relu,
-        "Resize": resize,
-        "Sub": sub,
-        "Sum": total,
-        **MOVES,
-        **SELECTIONS,
-        **{name: table(function) for name, function in TABLES.items() if name != "LeakyRelu"},
-    }
-)
