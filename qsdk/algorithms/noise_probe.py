@@ -116,12 +116,7 @@ class NoiseProbe:
 
     @contextmanager
     def watch(self, estimates: int, *, carries: bool) -> Iterator[None]:
-        """Let a model visit its sites in the block.
-
-        Args:
-            estimates: that the batch gives: its examples, times backward passes.
-            carries: whether errors of weights may be carried forward.
-        """
+        """Let a model visit its sites in the block; `estimates`: the batch's examples, times backward passes."""
         self._carries = carries and estimates >= _ENOUGH
         with _dual_level() if self._carries else nullcontext():
             yield
@@ -131,10 +126,8 @@ class NoiseProbe:
     def measure(self, outputs: Sequence[Tensor], weights: Sequence[float], passes: int = 1) -> None:
         """Take the gradients of the outputs of the batch that was visited, and add the noise of every site.
 
-        Args:
-            outputs: floating-point, with gradients.
-            weights: what the power of each output counts for.
-            passes: backward, each with other signs; their mean is added.
+        The power of each output counts for its weight. Of several backward passes, each with other signs, the mean is
+        added.
         """
         reached = [(y, weight**0.5) for y, weight in zip(outputs, weights, strict=True) if y.requires_grad]
         for left in reversed(range(passes)):

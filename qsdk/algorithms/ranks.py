@@ -79,12 +79,9 @@ def require_same_layers(sites: Sequence[str], failure: Exception | None = None) 
 
 
 def at_layers(sites: Sequence[str], value: T, failure: Exception | None = None) -> list[T]:
-    """Return the values of all ranks, in their order, if all are at the same layers.
+    """Return the values of all ranks, in their order, if all are at the same layers; no sites: this rank is through.
 
-    Args:
-        sites: of the layers that this rank is at; empty when it is through.
-        value: any picklable object.
-        failure: why this rank cannot go on; None if it can.
+    A rank that cannot go on gives its failure, which all ranks raise.
     """
     found = all_gather((list(sites), value, None if failure is None else failure_of(failure)))
     for at, (_, _, failed) in enumerate(found):

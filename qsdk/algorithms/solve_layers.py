@@ -53,13 +53,7 @@ def cost_of(layer: Layer) -> float:
 def solve_together(
     problems: Sequence[LayerProblem], solver: Solver, owners: Mapping[str, int]
 ) -> list[tuple[Solution, float]]:
-    """Return the solutions of problems, and the seconds that each took, from the ranks that own them.
-
-    Args:
-        problems: of a step; a rank has the second moments of those that it owns.
-        solver: for one problem.
-        owners: by site.
-    """
+    """Return the solutions of a step's problems, and the seconds that each took, from the ranks that own them."""
     own: dict[str, tuple[Solution, float]] = {}
     failure, rank, several = None, ranks.rank(), ranks.world_size() > 1
     for problem in problems:

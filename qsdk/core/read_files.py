@@ -69,13 +69,7 @@ def parse_json(text: str | bytes, where: str, remedy: str = "write it again") ->
 
 
 def read_array(path: str | os.PathLike[str], remedy: str, *, mapped: bool = False) -> npt.NDArray[Any]:
-    """Return the array of an `.npy` file: of integers, floats or truth values.
-
-    Args:
-        path: of the file.
-        remedy: what the user can do; ends the message.
-        mapped: leave the values in the file until they are needed.
-    """
+    """Return the array of an `.npy` file: of numbers or truth values, `mapped` to stay in the file till needed."""
     result = require_readable(path, remedy)
     try:
         with result.open("rb") as stream:
@@ -90,13 +84,7 @@ def read_array(path: str | os.PathLike[str], remedy: str, *, mapped: bool = Fals
 def read_archive(
     path: str | os.PathLike[str], remedy: str, choose: Callable[[Sequence[str]], Iterable[str]]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return arrays of an `.npz` file by name.
-
-    Args:
-        path: of the file.
-        remedy: what the user can do; ends the message.
-        choose: takes the names in the file, and returns those to read; its errors are passed on.
-    """
+    """Return arrays of an `.npz` file by name: those that `choose` returns of all names; its errors are passed on."""
     result = require_readable(path, remedy)
     try:
         with ZipFile(result):

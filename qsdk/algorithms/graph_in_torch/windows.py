@@ -36,13 +36,7 @@ class Window:
         return [(size - 1) * apart + 1 for size, apart in zip(self.kernel, self.dilations, strict=True)]
 
     def pads(self, sizes: Sequence[int], pads: Sequence[int] | None, auto_pad: str) -> Widths:
-        """Return the padding before and after each axis.
-
-        Args:
-            sizes: of the axes.
-            pads: the attribute: all widths before, then all after; None for no padding.
-            auto_pad: the attribute.
-        """
+        """Return the padding before and after each axis; the attribute `pads` has all widths before, then all after."""
         if not auto_pad.startswith("SAME"):
             count = len(self.kernel)
             given = list(pads or [0] * 2 * count) if auto_pad == "NOTSET" else [0] * 2 * count

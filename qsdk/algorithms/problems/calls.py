@@ -42,15 +42,10 @@ def output_positions(x: Tensor, geometry: PatchGeometry) -> int:
 
 
 def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:
-    """Return the patches that a convolution multiplies at some of its output positions.
+    """Return the patches that a convolution multiplies at some output positions, in the order of its weight's matrix.
 
-    Args:
-        x: [N, C, *spatial].
-        positions: int64 [P], indices into the flattened [N, *output_size].
-        geometry: of the convolution.
-
-    Returns:
-        [groups, P, C / groups * prod(kernel)], in the order of the weight's matrix.
+    Of x [N, C, *spatial] and positions int64 [P], indices into the flattened [N, *output_size], these are
+    [groups, P, C / groups * prod(kernel)].
     """
     sizes = tuple(x.shape[2:])
     sample, *outputs = torch.unravel_index(positions.to(x.device), (x.shape[0], *geometry.output_size(sizes)))
@@ -114,11 +109,7 @@ class CallPlaces:
 
     @classmethod
     def of(cls, everywhere: Sequence[tuple[int, Sequence[int], int]]) -> "CallPlaces":
-        """Return the places of all calls.
-
-        Args:
-            everywhere: of each rank the number of its batches, those that reach the layers, and the number of calls.
-        """
+        """Return the places of all calls, from the batches of each rank, those that reach the layers, and its calls."""
         world = len(everywhere)
         every = sorted(number * world + rank for rank, (_, reached, _) in enumerate(everywhere) for number in reached)
         order = {number: place for place, number in enumerate(every)}

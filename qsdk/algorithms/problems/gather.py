@@ -119,16 +119,9 @@ def problems_of(
 ) -> list[LayerProblem]:
     """Return the problems of a step's layers, in its order.
 
-    Layers that read the same rows (all linear ones, convolutions of one geometry) share their second moments. The
-    inputs are read twice: once for their largest values, and once for the sums.
-
-    Args:
-        step: of the walk.
-        walk: of this rank.
-        gathers: the statistics that are needed.
-        seed: of what is sampled.
-        owners: by site, the rank that gets the second moments and samples of a layer; the others have only means.
-            None for the first rank.
+    Layers that read the same rows (all linear ones, convolutions of one geometry) share their second moments, and only
+    the rank that owns a layer (the first, without `owners`) gets these and samples; the others have means. The inputs
+    are read twice: once for their largest values, and once for the sums.
     """
     shared: dict[Any, list[Layer]] = {}
     for layer in step.layers:

@@ -48,16 +48,11 @@ class LearnedRotation:
 
 
 def learn_rotation(turned: Sequence[Turned], size: int, *, keeps_mean: bool) -> LearnedRotation:
-    """Return the rotation after which the noise of quantization is least, as far as descent finds it.
+    """Return the rotation [size, size] after which the noise of quantization is least, as far as descent finds it.
 
     The noise of a value is a twelfth of its squared step, as for errors spread evenly over a step. Steps of descent
     with momentum follow Cayley's transform, so that the matrix stays orthogonal (Li et al. 2020; Liu et al. 2024,
-    SpinQuant, which descends the loss of the whole model instead).
-
-    Args:
-        turned: what the rotation turns; it starts from the vectors as they are.
-        size: of the rotation.
-        keeps_mean: whether it must leave the mean of a vector as it is.
+    SpinQuant, which descends the loss of the whole model instead). With `keeps_mean` it leaves the mean of a vector.
     """
     groups = [(one, torch.from_numpy(np.ascontiguousarray(one.rows, np.float32))) for one in turned]
     rotation = torch.eye(size, dtype=torch.float64)

@@ -130,11 +130,7 @@ def _require_options(problem: LayerProblem, block_size: int, damping: float | No
 
 
 def units_of(cells: Tensor) -> Tensor:
-    """Return a number for each output, equal for outputs that share scales: int64 [groups, rows].
-
-    Args:
-        cells: index of the scale of each weight, int64 [groups, rows, K].
-    """
+    """Return a number for each output, equal for outputs that share scales: int64 [groups, rows]."""
     flat = cells.flatten(0, 1)
     unit = flat.amin(-1)
     while True:

@@ -29,9 +29,7 @@ class Errors:
     def worse(self, than: "Errors", unit: Tensor | None = None) -> Tensor:
         """Return where the error is higher than another, on all data or on held-back data, bool [groups, rows].
 
-        Args:
-            than: the errors of another weight.
-            unit: int64 [groups, rows]; rows of one unit are compared by their sum.
+        Rows of one `unit`, int64 [groups, rows], are compared by their sum.
         """
         result = torch.zeros_like(self.all_data, dtype=torch.bool)
         for mine, other in ((self.all_data, than.all_data), (self.held_back, than.held_back)):
@@ -82,14 +80,7 @@ class HeldoutCheck:
         return Errors(self.judged.errors(found), None if other is None else other.errors(found))
 
     def solution(self, encoding: Encoding, rounded: Tensor, plain: Tensor, errors: tuple[Errors, Errors]) -> Solution:
-        """Return a rounded weight on an encoding's grid as a solution.
-
-        Args:
-            encoding: of the weight.
-            rounded: W~, float32 [groups, rows, K].
-            plain: the weight before.
-            errors: of both.
-        """
+        """Return a rounded weight, float32 [groups, rows, K], as a solution, with the errors of it and of `plain`."""
         shift = self.data.mean_error(rounded) if self.shifts else None
         before = self.data.errors(plain) if self.shifts else errors[1].all_data
         return Solution(

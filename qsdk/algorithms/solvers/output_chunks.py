@@ -21,17 +21,9 @@ WEIGHTS = 1 << 22
 
 
 def solve_in_chunks(problem: LayerProblem, solver: Solver, *, weights: int = WEIGHTS) -> Solution:
-    """Solve a layer whose outputs have scales of their own a chunk of outputs at a time; another layer as a whole.
+    """Solve a layer whose outputs have scales of their own some outputs at a time; another layer as a whole.
 
     What a solver estimates over all outputs (the part of their gain that is due to chance) is then the chunk's own.
-
-    Args:
-        problem: with an encoding of its spec's granularity.
-        solver: of whole problems on torch, each output by itself.
-        weights: of a chunk, at least.
-
-    Returns:
-        The solution of the whole problem.
     """
     chunks = _chunks(problem, weights)
     if len(chunks) == 1:

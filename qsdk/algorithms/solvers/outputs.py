@@ -73,9 +73,7 @@ class SampledOutputs:
     def corrected(self, given: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the shift of each output, 0 where the judging samples contradict it, and the errors with it.
 
-        Args:
-            given: W~ x~ + b, [groups, rows, outputs].
-            shift: [groups, outputs]; None for the one that restores the mean behind the function.
+        Of W~ x~ + b, [groups, rows, outputs]; without a shift [groups, outputs], the one that restores the mean.
         """
         shift = self.shift(given) if shift is None else shift
         before, after = self.errors(given), self.errors(given + shift[:, None])
@@ -89,15 +87,10 @@ class SampledOutputs:
 
 
 def matching_shift(function: Activation, exact: Tensor, given: Tensor) -> Tensor:
-    """Return the smallest shift of each output that restores the float model's mean behind a function, by bisection.
+    """Return the smallest shift, [groups, outputs], that restores the float model's mean behind a function.
 
-    Args:
-        function: a function that never falls.
-        exact: its argument in the float model, float32 [groups, rows, outputs].
-        given: its argument in the quantized one, likewise.
-
-    Returns:
-        [groups, outputs].
+    By bisection, as the function never falls. Its arguments in the float model and in the quantized one are float32
+    [groups, rows, outputs].
     """
     parts = zip(*(torch.split(values, AT_ONCE, -1) for values in (exact, given)), strict=True)
     return torch.cat([_matching_shift(function, one, other.contiguous()) for one, other in parts], -1)

@@ -111,14 +111,9 @@ class Objective:
     def of_terms(
         cls, weight: Tensor, h: Tensor, linear: Tensor, *, drift: float = 0.0, rows: int | None = None
     ) -> "Objective":
-        """Return the objective of these terms.
+        """Return the objective of these terms (see its attributes); `drift` is the error of W itself.
 
-        Args:
-            weight: see the attributes, as for the next two.
-            h: likewise.
-            linear: likewise.
-            drift: the error of W itself.
-            rows: of data, which a share of the linear term is due to (`by_chance`); None where it is known exactly.
+        With a number of rows of data, the share of the linear term that is due to chance is taken off (`by_chance`).
         """
         if not linear.any():
             return cls(weight, h, linear, weight)
@@ -226,12 +221,9 @@ class ErrorFeedback:
     def round(self, grid: WeightGrid, block_size: int = BLOCK) -> tuple[Tensor, Tensor]:
         """Round column by column, while the remaining columns make up for the errors of those before.
 
-        Args:
-            grid: to round to; with the rows of the objective, once or several times.
-            block_size: columns that are rounded one by one before the others are updated by one matrix product.
-
-        Returns:
-            Codes, float32 [groups, K, rows], and the error of each row less that of the optimum, [groups, rows].
+        The rest is updated by one matrix product for each `block_size` columns. Returned are codes, float32 [groups, K,
+        rows], and the error of each row less that of the optimum, [groups, rows]; a grid may have the objective's rows
+        several times.
         """
         scale, lowest, highest = (
             x if _number(x) is not None else _selected(x, self.rows) for x in (grid.scale, grid.lowest, grid.highest)
@@ -272,14 +264,8 @@ def order_by_diagonal(h: Tensor) -> Tensor:
 def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sweeps: int) -> Tensor:
     """Move each weight in turn to its best grid point, given all others, until no move lowers the error.
 
-    Args:
-        objective: to minimize.
-        grid: to stay on; with the rows of the objective, once or several times.
-        codes: to start from, float32 [groups, K, rows].
-        sweeps: over all columns, at most.
-
-    Returns:
-        Codes, float32 [groups, K, rows].
+    From codes to codes, float32 [groups, K, rows], in so many sweeps over all columns at most. A grid may have the rows
+    of the objective several times.
     """
     codes, h = codes.clone(), objective.h
     wide = objective.beside(codes.shape[-1] // objective.weight.shape[-1])

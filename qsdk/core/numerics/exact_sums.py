@@ -19,11 +19,9 @@ LARGEST_SUM = 128
 
 
 def largest_sums(values: npt.NDArray[Any], axis: int | None) -> npt.NDArray[Any]:
-    """Return the largest magnitude of two neighbours of one sign in each channel; of shape (1,) without an axis.
+    """Return the largest magnitude of two neighbours of one sign in each channel of weights or codes.
 
-    Args:
-        values: weights or codes, stored in any layout.
-        axis: of the output channels; without one, whichever may have them counts.
+    Without an axis of output channels, whichever may have them counts, and the result has shape (1,).
     """
     if axis is None:
         return np.asarray([max(largest_sums(values, at).max() for at in _axes(values))])

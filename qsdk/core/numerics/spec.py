@@ -139,12 +139,7 @@ _DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})
 
 
 def scale_digits(wanted: int | None, tensor_type: str) -> int | None:
-    """Return the significant binary digits of a tensor's scales, so that its own float type holds them.
-
-    Args:
-        wanted: digits that the config asks for, or None.
-        tensor_type: float type of the tensor in the model.
-    """
+    """Return the binary digits of a tensor's scales: those wanted, and no more than the tensor's own float type has."""
     most = _DIGITS.get(tensor_type)
     return wanted if most is None else min(wanted or most, most)
 

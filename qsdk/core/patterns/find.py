@@ -19,14 +19,10 @@ PATTERNS: tuple[Pattern, ...] = (*NORMS, *ACTIVATIONS, *ATTENTION)
 
 
 def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> MatchResult:
-    """Return the supergroups of a graph, and the near misses.
+    """Return the supergroups of a graph, and the near misses; of the patterns, the preferred one comes first.
 
     Patterns are tried from the last op to the first, so that the largest group wins; then layers are joined with the
     activation behind them. A tensor that leaves the model or that another op reads is never inside a group.
-
-    Args:
-        graph: of either side.
-        patterns: the preferred one first; custom ones come before `PATTERNS`.
     """
     matcher, anchored = PatternMatcher(graph), _by_anchor(graph, patterns)
     groups: dict[int, Supergroup] = {}

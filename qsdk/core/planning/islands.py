@@ -38,14 +38,9 @@ def with_islands(
 ) -> dict[int, Decision]:
     """Return the decisions by tensor, in which the results of islands say the type that their op computes in.
 
-    Parameters without a site (those of a BatchNorm) are kept in a narrow type only where an island reads them.
-
-    Args:
-        graph: of the model.
-        groups: op -> its supergroup. One that the model writes out in several ops is no island: the squares inside of
-            a norm overflow float16, so it computes in float32 and is rounded at its end. A layer with its activation
-            is one.
-        decisions: by tensor.
+    Parameters without a site (those of a BatchNorm) are kept in a narrow type only where an island reads them. A group
+    that the model writes out in several ops is no island: the squares inside of a norm overflow float16, so it computes
+    in float32 and is rounded at its end. A layer with its activation is one.
     """
     result = dict(decisions)
     read: set[int] = set()

@@ -50,13 +50,8 @@ _ELEMENTWISE = frozenset(
 def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = None) -> list[StoredOperand]:
     """Return the stored floating-point tensors that an op reads as data, with their roles.
 
-    Axes, bounds, pads and the like are not data and are left out.
-
-    Args:
-        graph: of the model.
-        op_id: of the op.
-        roles: stored tensor (root id) -> its role in the supergroup that contains the op; an op that only reshapes
-            such a tensor then reads it as data.
+    Axes, bounds, pads and the like are not data and are left out. An op that only reshapes a tensor with a role in its
+    supergroup (`roles`: root id -> role) reads it as data.
     """
     op = graph.ops[op_id]
     if op.type in _RESHAPES:

@@ -155,8 +155,7 @@ def coverage_report(
 def by_type(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per op type, the most frequent first: its sites, how many are not quantized, and their dtypes.
 
-    Args:
-        rows: with `op_type` and `dtype`, and with `state` where they can be float.
+    The rows given have `op_type` and `dtype`, and `state` where they can be float.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:

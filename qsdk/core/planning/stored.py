@@ -34,12 +34,7 @@ _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "
 
 
 def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
-    """Decide weights, biases and other stored tensors; return the decisions by tensor id.
-
-    Args:
-        context: graph and config.
-        activations: decided before, since a bias depends on its input.
-    """
+    """Decide weights, biases (whose inputs are decided before) and other stored tensors, by tensor id."""
     result: dict[int, Decision] = {}
     several_axes = _read_along_several_axes(context)
     for index, operands in context.operands.items():

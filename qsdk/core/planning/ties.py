@@ -65,11 +65,8 @@ def find_ties(graph: Graph, groups: Mapping[int, object], untied: Collection[int
 def find_caches(graph: Graph, movers: Iterable[int]) -> dict[int, int]:
     """Return the tensors that hold values of a cache of keys and values: tensor id -> the Concat that extends it.
 
-    A cache comes in as an input of the graph, is joined with new values, and goes out again.
-
-    Args:
-        graph: of the model.
-        movers: ids of the ops that keep the grid and are quantized one by one.
+    A cache comes in as an input of the graph, is joined with new values, and goes out again; `movers` are the ops that
+    keep the grid and are quantized one by one.
     """
     classes, movers = Classes(), list(movers)
     for index in movers:
@@ -133,14 +130,10 @@ def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Ma
 
 
 def find_mixed_signs(graph: Graph, bounds: Mapping[str, tuple[float, float]]) -> set[int]:
-    """Return the Concats of a Relu's result and a part that can be negative.
+    """Return the Concats of a Relu's result and a part that can be negative; `bounds`: op type -> fixed range.
 
     One grid for both has a zero point above its lowest code, with which no runtime computes the layer and its Relu as
     one op on codes (ONNX Runtime then computes them in floats); and half of its codes are lost to the Relu.
-
-    Args:
-        graph: of the model.
-        bounds: op type -> the fixed range of its result.
     """
     rectified, positive, mixed = set[int](), set[int](), set[int]()
     for index, op in enumerate(graph.ops):

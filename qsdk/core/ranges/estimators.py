@@ -75,13 +75,9 @@ def cast_to(dtype: DType) -> Callable[[Any], Any]:
 
 
 def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
-    """Return the range of smallest cost, the full one among the candidates and winning a tie.
+    """Return the range of smallest cost, the full one [G] among the candidates and winning a tie.
 
-    Args:
-        cost: of candidates.
-        full: the extremes of each group, [G].
-        spec: of the grid.
-        size: amount of work for one candidate of every group.
+    The size is the amount of work for one candidate of every group.
     """
     low, high = np.minimum(full.low, 0), np.maximum(full.high, 0)
     full = Range(low, high)

@@ -115,12 +115,7 @@ class Histogram:
 
 
 def histogram_of(values: FloatArray, *, bins: int = BINS) -> Histogram:
-    """Return the histogram of finite values.
-
-    Args:
-        values: float32 [G, n].
-        bins: their number.
-    """
+    """Return the histogram of finite values, float32 [G, n]."""
     if values.size == 0:
         raise CalibrationError("there is no histogram of an empty tensor; give data with at least one element")
     ends = Range(values.min(axis=1), values.max(axis=1))
@@ -152,14 +147,9 @@ def _add_samples(
     lowest: npt.NDArray[np.int64],
     high: FloatArray,
 ) -> None:
-    """Add a sample to each group, in place.
+    """Add a sample to each group, in place, where the bins reach over the samples.
 
-    Args:
-        into: whose bins reach over the samples.
-        samples: see `histogram_of_samples`.
-        steps: of the samples.
-        lowest: the bin of the smallest value of each sample's tensor, [G].
-        high: the largest value of each sample's tensor, [G].
+    Of each sample's tensor, the bin of its smallest value [G] and its largest value [G] are known.
     """
     scale = np.exp2(-into.exponent).astype(np.float32)  # a power of two, so that the products are exact
     lowest = lowest - into.first

@@ -204,13 +204,7 @@ class Statistics:
             self._samples.append((site, Sample(sample, step, new)))
 
     def add_tensors(self, sites: Sequence[str], ends: Range, samples: Mapping[str, tuple[FloatArray, int]]) -> None:
-        """Add a batch of many sites with one range each, as `add` does one by one.
-
-        Args:
-            sites: S of them, no two alike.
-            ends: their smallest and largest values, [S]; finite.
-            samples: site -> sample and step, see `add`.
-        """
+        """Add a batch of S different sites with one finite range each, [S], as `add` does one by one."""
         before = [self.ranges.get(site, _NOTHING) for site in sites]
         old = Range(*(np.concatenate([getattr(one, end) for one in before]) for end in ("low", "high")))
         now = old.merge(ends)

@@ -66,12 +66,7 @@ def erased_parts(graph: Graph, observed: CalibrationResult, parts: Parts) -> dic
 
     Boxes and scores in one tensor: a grid for boxes of up to 640 makes every score the same. Of what is joined, as
     the levels of a detector, or chosen, a part is named that has fewer than `_FEW` steps; so is a fixed range of which
-    the data take so few.
-
-    Args:
-        graph: that was planned.
-        observed: by the calibration.
-        parts: (site of an input, axis) -> largest magnitude at each index.
+    the data take so few. `parts`: (site of an input, axis) -> largest magnitude at each index.
     """
     result: dict[str, str] = {}
     for (site, axis), largest in parts.items():

@@ -66,11 +66,8 @@ def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
     """Restore the biases of the float model for the duration of the block.
 
     Afterwards the shift is applied again to each bias that is unchanged and whose weight still has its encoding; to all
-    of them if the block raises.
-
-    Args:
-        sim: of either side.
-        rounds: whether the block freezes the weights that it rounds, so that a newly frozen weight counts as changed.
+    of them if the block raises. With `rounds`, the block freezes the weights that it rounds: a newly frozen one counts
+    as changed.
     """
     exact = float_biases(sim)
     if not exact:
@@ -164,9 +161,7 @@ def read_biases(given: Any, sim: HasBiases, where: str) -> OriginalBiases:
 def bias_remarks(state: SimState, stored: StoredReader) -> dict[str, str]:
     """Return a remark by site for each bias that int32 clips or rounds to 0, or that widened its weight's scale.
 
-    Args:
-        state: of the sim; biases without an encoding yet are left out.
-        stored: reads the stored tensors.
+    Biases without an encoding yet are left out.
     """
     sites = [site for site, decision in state.plan.decisions.items() if decision.bias_of is not None]
     result = {}

@@ -18,13 +18,7 @@ from qsdk.core.site import owner_of
 
 
 def as_in_file(plan: Plan, encodings: Mapping[str, Encoding], sites: Collection[str]) -> str:
-    """Return the overrides that give weights the form that a file has for them, "" where there is none.
-
-    Args:
-        plan: of the sim.
-        encodings: of the file, by site.
-        sites: of which the file says something else than the plan.
-    """
+    """Return the overrides that give weights at sites the form that a file has for them, "" where there is none."""
     weights = {site: decision for site, decision in plan.decisions.items() if decision.kind == "weight"}
     options = {
         site: _options(decision.spec, encodings[site])
@@ -223,11 +217,7 @@ def _casts(plan: Plan, file: StoredEncodings) -> Iterator[LoadResult]:
 def where_quantized(name: str, graph: Graph, plan: Plan, gone: Mapping[str, str]) -> str:
     """Return where the values of a site or tensor are quantized that was folded or is inside a supergroup; else "".
 
-    Args:
-        name: in a file of encodings.
-        graph: of the sim.
-        plan: of the sim.
-        gone: site or tensor that folding has left out -> the site that it is in now.
+    `gone`: site or tensor that folding has left out -> the site that it is in now.
     """
     decision, taken_up = plan.decisions.get(name), gone.get(name, "")
     if not taken_up and (decision is None or not decision.reason.startswith("inside ")):

@@ -184,14 +184,7 @@ def encoding_of(decision: Decision, own: Mapping[str, Encoding]) -> Encoding | N
 
 
 def with_frozen(state: SimState, match: str, frozen: bool) -> tuple[SimState, int]:
-    """Return the state with the encodings of all matching sites frozen or not, and their number.
-
-    Args:
-        state: of the sim.
-        match: a pattern of owners (`layer1.*`) or of sites (`*conv?:weight`), a site, `weights` or `activations`. Sites
-            that share an encoding freeze it for all.
-        frozen: the new value of the flag.
-    """
+    """Return the state with the encodings of all matching sites frozen or not, and their number; see `sim.freeze`."""
     sites = matched_owners(state.plan, match, "freeze" if frozen else "unfreeze")
     missing = [site for site in sites if site not in state.own]
     if missing and frozen:
