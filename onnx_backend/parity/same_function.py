@@ -269,18 +269,18 @@ def _describe_difference(
     node: NodeProto, output: str, theirs: _ValueNumbers, ours: _ValueNumbers, sites: Mapping[str, str]
 ) -> NodeDifference:
     site = metadata(node).get("qsdk.site") or next((sites[name] for name in node.output if name in sites), "")
-    name = node_label(node)
     other = ours.makers.get(output)
     if other is None:
-        return NodeDifference(name, site, "the simulation stores this tensor", altered=False)
-    if node.op_type != other.op_type:
+        problem, altered = "the simulation stores this tensor", False
+    elif node.op_type != other.op_type:
         read = [[facts.numbers.get(n) for n in maker.input] for facts, maker in ((theirs, node), (ours, other))]
+        problem = f"it is {node.op_type} where the simulation has {other.op_type}"
         altered = _repeats(node) or read[0] == read[1] or set(read[0]) == set(read[1])
-        return NodeDifference(name, site, f"it is {node.op_type} where the simulation has {other.op_type}", altered)
-    changed = _changed_attributes(node, other, theirs, ours)
-    if changed:
-        return NodeDifference(name, site, changed, altered=True)
-    return _changed_inputs(name, site, (node, other), (theirs, ours))
+    elif changed := _changed_attributes(node, other, theirs, ours):
+        problem, altered = changed, True
+    else:
+        problem, altered = _changed_inputs(node, other, theirs, ours)
+    return NodeDifference(node_label(node), site, problem, altered)
 
 
 def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _ValueNumbers, ours: _ValueNumbers) -> str:
@@ -295,19 +295,14 @@ def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _ValueNumbers
     return ""
 
 
-def _changed_inputs(
-    name: str, site: str, nodes: tuple[NodeProto, NodeProto], facts: tuple[_ValueNumbers, _ValueNumbers]
-) -> NodeDifference:
-    node, other = nodes
-    theirs, ours = facts
+def _changed_inputs(node: NodeProto, other: NodeProto, theirs: _ValueNumbers, ours: _ValueNumbers) -> tuple[str, bool]:
+    """Return what a node reads otherwise than the other one, and whether it is another node for that."""
     if len(node.input) != len(other.input):
-        return NodeDifference(name, site, f"it has {len(node.input)} inputs, the simulation's {len(other.input)}", True)
+        return f"it has {len(node.input)} inputs, the simulation's {len(other.input)}", True
     for mine, wanted in zip(node.input, other.input, strict=True):
-        if theirs.numbers.get(mine) == ours.numbers.get(wanted):
-            continue
-        are_stored = mine in theirs.stored, wanted in ours.stored
-        if are_stored == (True, True):
-            return NodeDifference(name, site, f"its stored {mine!r} holds other numbers than the simulation's", True)
-        problem = f"it reads {mine!r} where the simulation reads {wanted!r}"
-        return NodeDifference(name, site, problem, altered=are_stored[0] == are_stored[1])
-    return NodeDifference(name, site, "its body computes something else than the simulation's", altered=True)
+        if theirs.numbers.get(mine) != ours.numbers.get(wanted):
+            are_stored = mine in theirs.stored, wanted in ours.stored
+            if are_stored == (True, True):
+                return f"its stored {mine!r} holds other numbers than the simulation's", True
+            return f"it reads {mine!r} where the simulation reads {wanted!r}", are_stored[0] == are_stored[1]
+    return "its body computes something else than the simulation's", True

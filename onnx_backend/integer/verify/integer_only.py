@@ -100,15 +100,12 @@ def require_integer_only(
 
 def _edge_nodes(graph: GraphProto, inputs: set[str], outputs: set[str]) -> set[int]:
     """Return the indices of the Q/DQ nodes at a float edge."""
-    readers: dict[str, int] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers[name] = readers.get(name, 0) + 1
+    read = {name for node in graph.node for name in node.input}
     return {
         index
         for index, node in enumerate(graph.node)
         if (node.op_type == "QuantizeLinear" and node.input[0] in inputs)
-        or (node.op_type == "DequantizeLinear" and node.output[0] in outputs and node.output[0] not in readers)
+        or (node.op_type == "DequantizeLinear" and node.output[0] in outputs and node.output[0] not in read)
     }
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsdk
-from onnx_backend.sim import OnnxSim
 
 
 class Net(nn.Module):
@@ -47,15 +46,6 @@ def exported(sim, tmp_path):
     return tmp_path / "model.onnx"
 
 
-@pytest.mark.slow
-def test_an_exported_file_opens_with_the_same_encodings_and_simulates(sim, exported):
-    back = qsdk.quantize(exported, None, None)
-    assert isinstance(back, OnnxSim)
-    assert back.encodings == sim.encodings
-    scale = sim.encodings["head:output"].scale[0]
-    np.testing.assert_allclose(back.run(BATCHES[0].numpy())[0], sim(BATCHES[0]).numpy(), atol=1.01 * scale)
-
-
 def test_the_encodings_file_says_what_the_model_says_whose_scales_stand_in_its_nodes_alone(sim, exported):
     text = json.loads((exported.parent / "model.encodings.json").read_text())
     metadata = {entry.key: entry.value for entry in onnx.load(exported).metadata_props}
@@ -63,7 +53,10 @@ def test_the_encodings_file_says_what_the_model_says_whose_scales_stand_in_its_n
     assert set(text["encodings"]) == set(sim.encodings)
     assert embedded == {**text, "encodings": {}}
     (exported.parent / "model.encodings.json").unlink()
-    assert qsdk.quantize(exported, None, None).encodings == sim.encodings
+    back = qsdk.quantize(exported, None, None)
+    assert back.encodings == sim.encodings
+    scale = sim.encodings["head:output"].scale[0]
+    np.testing.assert_allclose(back.run(BATCHES[0].numpy())[0], sim(BATCHES[0]).numpy(), atol=1.01 * scale)
 
 
 def test_what_torch_notes_about_this_machine_stays_out_of_the_file(exported):
@@ -119,10 +112,9 @@ def test_uncalibrated_sites_are_refused_or_left_float(model, tmp_path):
     np.testing.assert_allclose(session.run(None, {"x": BATCHES[0].numpy()})[0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("opset", [12, 26])
-def test_an_opset_that_cannot_be_written_is_refused(sim, tmp_path, opset):
-    with pytest.raises(qsdk.ConfigError, match=rf"opset {opset} cannot be written; choose one of 13 to 25"):
-        qsdk.export(sim, tmp_path / "model.onnx", opset=opset)
+def test_an_opset_that_cannot_be_written_is_refused(sim, tmp_path):
+    with pytest.raises(qsdk.ConfigError, match="opset 12 cannot be written; choose one of 13 to 25"):
+        qsdk.export(sim, tmp_path / "model.onnx", opset=12)
 
 
 @pytest.mark.parametrize("opset", [21, 22, 23, 24, 25])
@@ -177,6 +169,8 @@ def test_both_doors_reach_the_same_encodings(model, sim, tmp_path):
     program = torch.onnx.export(model, (BATCHES[0],), dynamo=True, opset_version=18, verbose=False)
     program.save(tmp_path / "float.onnx")
     other = qsdk.quantize(tmp_path / "float.onnx", None, qsdk.w8a8())
+    with pytest.raises(qsdk.ConfigError, match=r"forward= calls an nn\.Module"):
+        qsdk.calibrate(other, [], forward=lambda m, b: m(b))
     qsdk.calibrate(other, [batch.numpy() for batch in BATCHES], progress=False)
     ours = sorted((e.dtype.name, e.scale.tolist()) for e in sim.encodings.values())
     theirs = sorted((e.dtype.name, e.scale.tolist()) for e in other.encodings.values())
@@ -187,15 +181,6 @@ def test_both_doors_reach_the_same_encodings(model, sim, tmp_path):
     assert qsdk.check_parity(other, tmp_path / "other.onnx", [b.numpy() for b in BATCHES], progress=False).summary[
         "passed"
     ]
-
-
-@pytest.mark.slow
-def test_forward_is_for_modules(tmp_path, model):
-    program = torch.onnx.export(model, (BATCHES[0],), dynamo=True, opset_version=18, verbose=False)
-    program.save(tmp_path / "float.onnx")
-    other = qsdk.quantize(tmp_path / "float.onnx", None, qsdk.w8a8())
-    with pytest.raises(qsdk.ConfigError, match=r"forward= calls an nn\.Module"):
-        qsdk.calibrate(other, [], forward=lambda m, b: m(b))
 
 
 @pytest.mark.slow
