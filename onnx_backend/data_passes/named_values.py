@@ -13,7 +13,7 @@ from onnx import ModelProto, NodeProto, helper
 from onnx_backend.opening.stored_encodings import UNMARKED
 from onnx_backend.parity.cuts import with_outputs
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, input_names, names_in, unique
+from onnx_backend.proto.graph_queries import consumers, input_names, names_in, producers, unique
 from onnx_backend.proto.nodes import metadata, rename_inputs
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
@@ -157,123 +157,105 @@ def _with_epsilon(found: OnnxPlace, values: Mapping[str, Array]) -> OnnxPlace:
     return replace(found, facts=replace(found.facts, epsilon=max(known, found.facts.epsilon)))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What is known about the tensors of a model."""
-
-    model: ModelProto
-    pairs: Mapping[str, QdqPair]  # by the tensor that holds the codes
-    outputs: Mapping[str, int]
-    modules: Mapping[str, tuple[str, ...]]
-    ops: Mapping[str, tuple[str, ...]]
-
-
 def places_of(model: ModelProto) -> list[OnnxPlace]:
     """Return the places of a model in the order of its nodes: float, Q/DQ, or integer-only with the names of sites.
 
     The tensor in front of a QuantizeLinear that nothing else reads is no place of its own: the quantized one has its
     names.
     """
-    pairs = {pair.quantize.output[0]: pair for pair in qdq_pairs(model) if pair.quantize is not None}
-    outputs = {value.name: index for index, value in enumerate(model.graph.output)}
-    found = _Found(model, pairs, outputs, *names_of_tensors(model))
-    return list(_places(found))
+    return list(_Places(model).all())
 
 
-def _places(found: _Found) -> Iterator[OnnxPlace]:
-    graph = found.model.graph
-    constant, readers = set(stored_tensors(found.model)), consumers(graph.node)
-    weights, carried = _weight_noises(found.model), dict[str, float]()
-    for name in input_names(graph):
-        if not _only_quantized(name, readers, found):
-            facts = Place(name, values=(name,), given=True, output=found.outputs.get(name))
-            yield OnnxPlace(facts, name, (name,))
-    dequantized = _dequantized_of(graph.node)
-    quantized = {pair.output: code for code, pair in found.pairs.items()}
-    behind = {name for names in dequantized.values() for name in names} - set(quantized)
-    for node in graph.node:
-        read = reads(node)
-        if all(name in constant for name in read) and node.op_type != "RandomNormal":
-            constant.update(node.output)
-            behind_weights = sum(weights.get(name, 0.0) for name in read)
-            weights.update({name: behind_weights for name in node.output if name not in weights})
-            continue
-        noise = sum(weights.get(name, 0.0) + carried.get(name, 0.0) for name in read)
-        for name in filter(None, node.output):
-            carried[name] = noise
-            if name in behind or name in found.pairs or node.op_type.startswith(_NO_TENSOR):
+class _Places:
+    """What is known about the tensors of a model, and the places that follow from it."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model, nodes = model, model.graph.node
+        #: by the tensor that holds the codes
+        self.pairs = {pair.quantize.output[0]: pair for pair in qdq_pairs(model) if pair.quantize is not None}
+        self.outputs = {value.name: index for index, value in enumerate(model.graph.output)}
+        self.modules, self.ops = names_of_tensors(model)
+        self.makers, self.readers = producers(nodes), consumers(nodes)
+        #: tensor of codes -> the results of all DequantizeLinear that read it, copies of one pair included
+        self.dequantized: dict[str, list[str]] = {}
+        for node in nodes:
+            if node.op_type == "DequantizeLinear":
+                self.dequantized.setdefault(node.input[0], []).append(node.output[0])
+
+    def all(self) -> Iterator[OnnxPlace]:
+        """Yield the places, with the rounding of the weights in front of each since the places before."""
+        constant = set(stored_tensors(self.model))
+        weights, carried = _weight_noises(self.model), dict[str, float]()
+        for name in input_names(self.model.graph):
+            if not self._only_quantized(name):
+                yield OnnxPlace(Place(name, values=(name,), given=True, output=self.outputs.get(name)), name, (name,))
+        quantized = {pair.output: pair for pair in self.pairs.values()}
+        behind = {name for names in self.dequantized.values() for name in names} - set(quantized)
+        for node in self.model.graph.node:
+            read = reads(node)
+            if all(name in constant for name in read) and node.op_type != "RandomNormal":
+                constant.update(node.output)
+                behind_weights = sum(weights.get(name, 0.0) for name in read)
+                weights.update({name: behind_weights for name in node.output if name not in weights})
                 continue
-            if name in quantized:
-                pair = found.pairs[quantized[name]]
-                yield _of_pair(pair, noise, found, dequantized[quantized[name]])
-            elif _only_quantized(name, readers, found):
-                continue
-            else:
-                yield OnnxPlace(_facts(node, name, noise, found), name, (name,))
-            carried[name] = 0.0
+            noise = sum(weights.get(name, 0.0) + carried.get(name, 0.0) for name in read)
+            for name in filter(None, node.output):
+                carried[name] = noise
+                if name in behind or name in self.pairs or node.op_type.startswith(_NO_TENSOR):
+                    continue
+                if name in quantized:
+                    yield self._of_pair(quantized[name], noise)
+                elif self._only_quantized(name):
+                    continue
+                else:
+                    yield OnnxPlace(self._of_result(node, name, noise), name, (name,))
+                carried[name] = 0.0
 
+    def _of_pair(self, pair: QdqPair, noise: float) -> OnnxPlace:
+        assert pair.quantize is not None
+        raw = pair.quantize.input[0]
+        maker, read = self.makers.get(raw), (pair.output, *self.dequantized[pair.quantize.output[0]])
+        names = (raw, pair.output, *((maker.name,) if maker is not None and len(maker.output) == 1 else ()))
+        site = pair.site if "qsdk.site" in metadata(pair.dequantize) else ""
+        module, op = owner_names(site)
+        modules = (*module, *self.modules.get(raw, ()), *self.modules.get(pair.output, ()))
+        facts = Place(
+            pair.site,
+            site=site,
+            modules=tuple(dict.fromkeys(modules)),
+            values=tuple(dict.fromkeys(name for name in names if name)),
+            ops=tuple(dict.fromkeys((*op, *self.ops.get(raw, ())))),
+            view=maker is not None and maker.op_type in NOT_COUNTED,
+            encoding=pair.encoding,
+            weight_noise=noise,
+            output=next((self.outputs[name] for name in read if name in self.outputs), None),
+        )
+        return OnnxPlace(facts, pair.output, tuple(dict.fromkeys(read)))
 
-def _of_pair(pair: QdqPair, noise: float, found: _Found, read: Sequence[str]) -> OnnxPlace:
-    assert pair.quantize is not None
-    raw = pair.quantize.input[0]
-    maker = next((node for node in found.model.graph.node if raw in node.output), None)
-    names = (raw, pair.output, *((maker.name,) if maker is not None and len(maker.output) == 1 else ()))
-    ours = "qsdk.site" in metadata(pair.dequantize)
-    module, op = owner_names(pair.site if ours else "")
-    modules = (*module, *found.modules.get(raw, ()), *found.modules.get(pair.output, ()))
-    output = next((found.outputs[name] for name in (pair.output, *read) if name in found.outputs), None)
-    facts = Place(
-        pair.site,
-        site=pair.site if ours else "",
-        modules=tuple(dict.fromkeys(modules)),
-        values=tuple(dict.fromkeys(name for name in names if name)),
-        ops=tuple(dict.fromkeys((*op, *found.ops.get(raw, ())))),
-        view=maker is not None and maker.op_type in NOT_COUNTED,
-        encoding=pair.encoding,
-        weight_noise=noise,
-        output=output,
-    )
-    return OnnxPlace(facts, pair.output, tuple(dict.fromkeys((pair.output, *read))))
+    def _of_result(self, node: NodeProto, name: str, noise: float) -> Place:
+        codes = name.endswith(_CODES)
+        shown = name.removesuffix(_CODES).removesuffix(UNMARKED)
+        facts = metadata(node) if node.op_type == "Cast" and node.name.endswith("/cast_back") else {}
+        site = shown if codes else facts.get("qsdk.site", "")
+        module, op = owner_names(site)
+        return Place(
+            site or shown,
+            site=site,
+            modules=(*module, *self.modules.get(name, ())),
+            ops=(*op, *self.ops.get(name, ())),
+            view=node.op_type in NOT_COUNTED,
+            values=(shown, *((node.name,) if node.name and len(node.output) == 1 else ())),
+            weight_noise=noise,
+            epsilon=_NARROW.get(facts.get("qsdk.dtype", ""), 0.0),
+            codes=codes,
+            output=self.outputs.get(name),
+        )
 
-
-def _facts(node: NodeProto, name: str, noise: float, found: _Found) -> Place:
-    codes = name.endswith(_CODES)
-    shown = name.removesuffix(_CODES).removesuffix(UNMARKED)
-    facts = metadata(node) if node.op_type == "Cast" and node.name.endswith("/cast_back") else {}
-    site = facts.get("qsdk.site", "")
-    site = shown if codes else site
-    module, op = owner_names(site)
-    return Place(
-        shown if codes else site or shown,
-        site=site,
-        modules=(*module, *found.modules.get(name, ())),
-        ops=(*op, *found.ops.get(name, ())),
-        view=node.op_type in NOT_COUNTED,
-        values=(shown, *((node.name,) if node.name and len(node.output) == 1 else ())),
-        weight_noise=noise,
-        epsilon=_NARROW.get(facts.get("qsdk.dtype", ""), 0.0),
-        codes=codes,
-        output=found.outputs.get(name),
-    )
-
-
-def _only_quantized(name: str, readers: Mapping[str, Sequence[NodeProto]], found: _Found) -> bool:
-    """Return True if a tensor is read by the QuantizeLinear of a site, and by nothing else."""
-    following = readers.get(name, ())
-    return (
-        bool(following)
-        and name not in found.outputs
-        and all(node.op_type == "QuantizeLinear" and node.output[0] in found.pairs for node in following)
-    )
-
-
-def _dequantized_of(nodes: Sequence[NodeProto]) -> dict[str, list[str]]:
-    """Return tensor of codes -> the results of all DequantizeLinear that read it, copies of one pair included."""
-    found: dict[str, list[str]] = {}
-    for node in nodes:
-        if node.op_type == "DequantizeLinear":
-            found.setdefault(node.input[0], []).append(node.output[0])
-    return found
+    def _only_quantized(self, name: str) -> bool:
+        """Return True if a tensor is read by the QuantizeLinear of a site, and by nothing else."""
+        following = self.readers.get(name, ())
+        quantizers = [n for n in following if n.op_type == "QuantizeLinear" and n.output[0] in self.pairs]
+        return bool(following) and name not in self.outputs and len(quantizers) == len(following)
 
 
 def _weight_noises(model: ModelProto) -> dict[str, float]:
