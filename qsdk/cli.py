@@ -10,12 +10,21 @@ from importlib import import_module
 from typing import NoReturn
 
 from qsdk import __version__
-from qsdk.commands.options.checks import add_compare, add_parity, add_profile, add_validate
-from qsdk.commands.options.files import add_encodings, add_inspect, add_to_integer
-from qsdk.commands.options.quantize import add_quantize
-from qsdk.commands.options.report import add_report
-from qsdk.commands.options.scores import add_evaluate, add_sensitivity
-from qsdk.commands.options.shared import CODES, add_command
+from qsdk.commands.options import (
+    CODES,
+    add_command,
+    add_compare,
+    add_encodings,
+    add_evaluate,
+    add_inspect,
+    add_parity,
+    add_profile,
+    add_quantize,
+    add_report,
+    add_sensitivity,
+    add_to_integer,
+    add_validate,
+)
 from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
 from qsdk.core.run_options import options as run_options
 

@@ -1,4 +1,4 @@
-"""Reports on standard output, as tables or as one JSON document, and errors with the names of the shell's options."""
+"""Reports on standard output, as tables or as one JSON document; errors in the shell's words; paths to write."""
 
 import ast
 import json
@@ -6,8 +6,10 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 
 _OTHER_NAMES = {"float_model": "float", "names": "name", "shapes": "shape"}
@@ -60,3 +62,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def require_output(path: str) -> None:
+    """Raise an error for an output path that cannot be written, before minutes of work are spent.
+
+    Args:
+        path: the file to write.
+
+    Raises:
+        ConfigError: `path` is a directory or lies in a folder that does not exist.
+    """
+    target = Path(path)
+    if not target.name or target.is_dir():
+        raise ConfigError(f"cannot write: {path or 'the path'} is a directory; give the name of a file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: create the folder {target.parent} first, or choose another")

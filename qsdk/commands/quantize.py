@@ -1,4 +1,4 @@
-"""`qsdk quantize`: a float model and data in, a Q/DQ file and its encodings out."""
+"""`qsdk quantize`: a float ONNX file, a module or a checkpoint folder in, a quantized file or a folder out."""
 
 import json
 import sys
@@ -14,17 +14,17 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.runtimes.registry import RUNTIMES
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import Batch, FileBatches, batches_of_options, one_sample, source_in_words
-from qsdk.commands.checkpoint import quantize_folder
-from qsdk.commands.config_of_options import config_of
 from qsdk.commands.data.modules import TensorBatches, arrays_of, made_module
+from qsdk.commands.data.tokens import random_tokens, token_batches
 from qsdk.commands.data.user_functions import names_function
-from qsdk.commands.outputs import require_output
-from qsdk.commands.printing import show
-from qsdk.commands.scores.metric import scorer_of_options
+from qsdk.commands.options import config_of
+from qsdk.commands.printing import require_output, show
+from qsdk.commands.scores import scorer_of_options
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.verbs.analysis.precision import mixed_precision
 from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
+from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.quantize import calibrate, export, quantize
 
@@ -185,3 +185,51 @@ def _value(name: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         raise ConfigError(f"--input {name}={text}: give a number, true or false, or a list in brackets") from None
+
+
+_SCORES = ("mixed_precision", "metric", "labels", "metric_data")
+_PICTURES = ("image_size", "crop", "resize", "mean", "std", "layout", "preprocess")
+_NOT_HERE = (*_SCORES, *_PICTURES, "input", "shape", "providers", "weight_method")
+
+
+def quantize_folder(options: Namespace) -> int:
+    """Quantize, calibrate, improve and export the model of a checkpoint folder.
+
+    Raises:
+        ConfigError: an option that is not for checkpoint folders, or see `quantize_checkpoint`.
+    """
+    given = [name for name in _NOT_HERE if getattr(options, name, None)]
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is not for a checkpoint folder; leave it out, or write a function that "
+            "reads the model: FILE.py:function"
+        )
+    more_of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
+    config = config_of(options.config, options.override, options.skip, **more_of_preset)
+    dialect = options.dialect if options.format == "onnx" else options.format
+    if dialect:
+        config = config.for_dialect(dialect)
+    data: Iterable[Any]
+    if options.data:
+        data = token_batches(options.model, options.data, length=options.length, most=options.max_samples)
+    else:
+        print(
+            "qsdk: calibrated on random tokens: the file runs and has its final size and speed, its accuracy means "
+            "nothing; give --data with text for ranges of real data",
+            file=sys.stderr,
+        )
+        data = random_tokens(options.model, options.random, length=options.length, seed=options.seed)
+    report = quantize_checkpoint(
+        options.model,
+        options.out,
+        config,
+        data=data,
+        verbs=require_verbs(options.verbs.split(","), given_as="--verbs"),
+        method=options.method,
+        opset=options.opset,
+        prefer=options.prefer,
+        dialect=options.dialect or "onnxruntime",
+        format=options.format,
+    )
+    show(Report("Quantized", report.rows, report.summary), as_json=options.json)
+    return 0

@@ -10,8 +10,7 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.sizes import file_bytes, sizes
 from onnx_backend.runtimes.validate import validate
 from qsdk.commands.batches import batches_of_options
-from qsdk.commands.outputs import require_output
-from qsdk.commands.printing import show
+from qsdk.commands.printing import require_output, show
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report

@@ -16,12 +16,11 @@ from qsdk.core.layers.expected_means import ExpectedMoments, expected_values
 from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.core.run_options import Run, WalkOptions, run_of
+from qsdk.core.run_options import Forward, Run, WalkOptions, run_of
 from qsdk.core.sims.biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts, with_notes
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.held_back import HeldBack, output_error
 from qsdk.verbs.layers import solve_each_layer
 

@@ -38,7 +38,7 @@ from qsdk.core.sims.sim_file import SimFile, different_sites, read_sim
 from qsdk.core.sims.state import put_back_on_error, read_frozen_values, read_methods
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.saving import facts_to_save
+from qsdk.verbs.doors.module_sims import facts_to_save
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch

@@ -8,8 +8,8 @@ from torch import nn
 
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.sims.sim_file import read_sim
+from qsdk.verbs.doors.module_sims import SIM_FILE
 from qsdk.verbs.doors.read_checkpoint import read_model, require_known_attention
-from qsdk.verbs.doors.saving import SIM_FILE
 from qsdk.verbs.files import module_sim_of
 from torch_bridge.sim import QuantSim
 

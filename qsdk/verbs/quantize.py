@@ -29,9 +29,8 @@ from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, ProgressOptions, require_keywords, run_of
 from qsdk.core.sims.biases import with_notes, without_shifts
-from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.quantize_module import quantize_module
+from qsdk.verbs.doors.module_sims import quantize_folder, quantize_module
 from qsdk.verbs.doors.user_data import first_batches
 from qsdk.verbs.doors.writing import write_compressed, write_onnx
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq

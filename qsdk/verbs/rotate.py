@@ -31,7 +31,8 @@ from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.core.site import owner_of
-from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.changed_sims import rotated, untied
+from qsdk.verbs.doors.choose import OnnxSim, Sim, door_of
 from qsdk.verbs.quantize import calibrate
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.pytree import is_cache
@@ -102,7 +103,7 @@ def rotate(
     started = time.perf_counter()
     names = _tied_names(sim)
     with ExitStack() as undone_on_error:
-        was_tied = bool(names) and undone_on_error.enter_context(door_of(sim).untied(names))
+        was_tied = bool(names) and undone_on_error.enter_context(untied(sim, names))
         ahead = undone_on_error.enter_context(_turned_online(sim, run.seed)) if online else []
         undone_on_error.enter_context(put_back_on_error(sim, weights=True))
         undone_on_error.enter_context(without_shifts(sim))
@@ -168,7 +169,7 @@ def _turned_online(sim: Sim, seed: int) -> Iterator[list[dict[str, Any]]]:
     if not rotations:
         yield [_row_online(graph, turn) for turn in turns]
         return
-    with door_of(sim).rotated(rotations) as done:
+    with rotated(sim, rotations) as done:
         turns = turns if done else [replace(turn, blocked=turn.blocked or _NOT_AHEAD) for turn in turns]
         yield [_row_online(graph, turn) for turn in turns]
 
@@ -214,7 +215,7 @@ def _streams(sim: Sim, graph: Graph) -> list[RotationGroup]:
         return gain_of(norm, read) if known else np.arange(2.0)
 
     result = []
-    for stream in find_rotation_groups(graph, gain, caches_stay=door_of(sim).why_caches_stay()):
+    for stream in find_rotation_groups(graph, gain, caches_stay=_why_caches_stay(sim)):
         roots = [turn.root for turn in stream.rotated]
         for one in stream.folded:
             roots += [root for root in (one.norm.gain, one.norm.shift) if root is not None]
@@ -374,3 +375,12 @@ def without_caches(data: Iterable[Any]) -> Iterable[Any]:
         return data  # whoever reads it raises the error
     checked = DataWithoutCaches(data)
     return iter(checked) if isinstance(data, Iterator) else checked
+
+
+def _why_caches_stay(sim: Sim) -> str:
+    """Return why a cache's keys and values must stay as they are, which a filled one holds; "" if none come in."""
+    if isinstance(sim, OnnxSim):  # whoever runs the file holds its caches
+        return "the cache that the file takes and gives holds it: one that the float file has filled would not fit"
+    if sim.config.has_kv_cache:  # the sim fills them
+        return ""
+    return "the cache holds it, and the example and the data bring caches; choose kv_cache= and give tokens alone"

@@ -32,12 +32,11 @@ from qsdk.core.channel_maps.search import (
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, run_of
+from qsdk.core.run_options import DataOptions, Forward, run_of
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 from qsdk.verbs.quantize import calibrate
 

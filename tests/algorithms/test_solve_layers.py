@@ -16,8 +16,7 @@ from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.dtypes import float16
 from qsdk.core.report import Report
-from qsdk.core.run_options import Run
-from qsdk.verbs.doors.door import Forward
+from qsdk.core.run_options import Forward, Run
 from qsdk.verbs.layers import solve_each_layer as solve_layers
 from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim

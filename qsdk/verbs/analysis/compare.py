@@ -19,9 +19,8 @@ from qsdk.core.comparing.folder import DumpedFolder
 from qsdk.core.comparing.place import Side
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, run_of
+from qsdk.core.run_options import DataOptions, Forward, run_of
 from qsdk.verbs.doors.choose import Sim
-from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.onnx_door import require_no_forward
 from torch_bridge.named_values import ModuleValues
 from torch_bridge.sim import QuantSim

@@ -23,8 +23,7 @@ from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.run_options import Forward, Run
 from qsdk.core.site import owner_of
 from qsdk.progress import bar, over_batches
-from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Door
+from qsdk.verbs.doors.choose import Door, Sim, door_of
 
 FloatArrays = Sequence[npt.NDArray[np.float32]]
 LayerKind = Literal["weights", "activations"]

@@ -19,7 +19,7 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import RunOptions, keywords_of
 from qsdk.core.run_options import options as run_options
 from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
-from qsdk.verbs.doors.checkpoint_sim import quantize_folder
+from qsdk.verbs.doors.module_sims import quantize_folder
 from qsdk.verbs.quantize import calibrate, export
 from torch_bridge.compressed.write import processing_files
 

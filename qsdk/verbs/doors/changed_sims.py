@@ -1,9 +1,8 @@
 """Sims of a changed copy of the model: layers with a copy each of what they shared, or a rotation in front of them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from onnx_backend.opening.changed_models import rotated_model, untied_model
 from onnx_backend.opening.from_float import with_reasons_of_file
+from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
@@ -26,20 +26,19 @@ from qsdk.core.ranges.unrepresentable import left_float
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import owns_encoding
 from qsdk.core.site import site_name
-from qsdk.verbs.doors.planned_sim import planned_sim
-from torch_bridge.prepare import prepare
+from torch_bridge.attach import compare_sites
+from torch_bridge.prepare import PreparedModel, prepare, trace_and_number
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.layers import BETWEEN, ROTATION, rotate_input, sharing_paths, untie
 from torch_bridge.wrapping.wrapped_state import link_sim, state_of
 
-AnySim = TypeVar("AnySim", QuantSim, OnnxSim)
 Factors = Sequence[npt.NDArray[np.float64]]
 #: name of the stored weight of a layer -> the rotation in front of it
 Rotations = Mapping[str, InputRotation]
 
 
 @contextmanager
-def replaced_by(sim: AnySim, new: AnySim) -> Iterator[None]:
+def replaced_by(sim: QuantSim | OnnxSim, new: QuantSim | OnnxSim) -> Iterator[None]:
     """Make a sim what another one is; if the block raises, it is what it was."""
     before = dict(vars(sim))
     vars(sim).clear()
@@ -50,6 +49,25 @@ def replaced_by(sim: AnySim, new: AnySim) -> Iterator[None]:
         vars(sim).clear()
         vars(sim).update(before)
         raise
+
+
+@contextmanager
+def untied(sim: QuantSim | OnnxSim, names: Collection[str]) -> Iterator[bool]:
+    """Give each layer a copy of its own of these stored tensors, for good; if the block raises, nothing changed.
+
+    Yields whether it was possible. At the PyTorch side `sim.model` is another module afterwards.
+    """
+    new = untied_module_sim(sim, names) if isinstance(sim, QuantSim) else untied_onnx_sim(sim, names)
+    with nullcontext() if new is None else replaced_by(sim, new):
+        yield new is not None
+
+
+@contextmanager
+def rotated(sim: QuantSim | OnnxSim, rotations: Rotations) -> Iterator[bool]:
+    """Put rotations in front of layers, by the names of their weights, for good; see `untied` for the rest."""
+    new = rotated_module_sim(sim, rotations) if isinstance(sim, QuantSim) else rotated_onnx_sim(sim, rotations)
+    with nullcontext() if new is None else replaced_by(sim, new):
+        yield new is not None
 
 
 def untied_module_sim(sim: QuantSim, names: Collection[str]) -> QuantSim | None:
@@ -204,3 +222,12 @@ def _carry_over(sim: QuantSim | OnnxSim, new: QuantSim | OnnxSim) -> None:
     known = state.plan.decisions
     own = {site: e for site, e in sim.snapshot().own.items() if site in known and owns_encoding(known[site])}
     new.restore(replace(state, own=own))
+
+
+def planned_sim(prepared: PreparedModel, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
+    """Return the sim of a wrapped model."""
+    traced, prepared = trace_and_number(prepared)
+    graph = open_traced(traced.model, traced.stored.values_in(prepared.model)).graph
+    plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
+    dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
+    return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)

@@ -5,12 +5,13 @@ from typing import Any
 from onnx_backend.sim import OnnxSim as OnnxSim
 from qsdk.core.errors import ModelError
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.doors.door import Door
 from qsdk.verbs.doors.module_door import ModuleDoor
 from qsdk.verbs.doors.onnx_door import OnnxDoor
 from torch_bridge.sim import QuantSim as QuantSim
 
 Sim = QuantSim | OnnxSim
+#: a sim as the verbs see it: the same methods at either side
+Door = ModuleDoor | OnnxDoor
 
 
 def door_of(sim: Any) -> Door:

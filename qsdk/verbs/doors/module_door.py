@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from onnx_backend.parity import parity
 from onnx_backend.parity.teacher import RunOn
 from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
-from qsdk.core.channel_maps.rotated_weights import InputRotation
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import norms_to_json
@@ -27,11 +26,10 @@ from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
+from qsdk.core.run_options import Forward
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
-from qsdk.verbs.doors.changed_sims import replaced_by, rotated_module_sim, untied_module_sim
-from qsdk.verbs.doors.door import Forward, Visit, Visitor
 from torch_bridge import calibrate, data_passes, saved, stored_weights
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import layers
@@ -45,7 +43,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ModuleDoor:
-    """The door of a sim of an nn.Module; see `Door`."""
+    """The door of a sim of an nn.Module.
+
+    `forward` is for modules: at the ONNX side it is a ConfigError. Data that does not fit the model is a DataError.
+    """
 
     sim: QuantSim
 
@@ -66,25 +67,25 @@ class ModuleDoor:
     def visit(
         self,
         data: Iterable[Any],
-        each: Visit,
+        each: Callable[[str, Array], None],
         *,
         title: str,
         sites: Collection[str] | None = None,
         forward: Forward | None,
         progress: bool,
     ) -> None:
-        """Visit in one forward pass per batch."""
+        """Run the float model over the data and pass the values at computed sites (None: all) to `each`."""
         data_passes.visit_sites(self.sim, data, each, title=title, sites=sites, forward=forward, progress=progress)
 
     def outputs(
         self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
     ) -> Iterator[list[npt.NDArray[np.float32]]]:
-        """Yield the outputs in eval mode and without gradients."""
+        """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
         return data_passes.outputs(self.sim, batches, forward, in_float=in_float)
 
     @contextmanager
     def quantizing_only(self, sites: Collection[str]) -> Iterator[None]:
-        """Quantize in a visitor, so that nothing of the sim changes."""
+        """Let the sim quantize at these sites alone inside the block."""
         runtime = self.sim.runtime
 
         def visit(site: str, x: Tensor) -> Tensor:
@@ -95,13 +96,19 @@ class ModuleDoor:
             yield
 
     def visited_outputs(
-        self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
+        self,
+        batch: Any,
+        visitor: Callable[[str, Tensor], Tensor],
+        forward: Forward | None,
+        where: str,
+        *,
+        everywhere: bool = False,
     ) -> list[Tensor] | None:
-        """Run the module; its own parameters get no gradients."""
+        """Return the floating outputs of the float model, with gradients, whose sites all go through `visitor`."""
         return data_passes.visit_tensors(self.sim, batch, visitor, forward, where, everywhere=everywhere)
 
     def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
-        """Return what applies the site's quantizer."""
+        """Return a function of (site, values): the values on its grid; None where float, or on it already."""
         quantizers = {
             site: quantizer
             for site, quantizer in self.sim.quantizers.items()
@@ -110,43 +117,23 @@ class ModuleDoor:
         return lambda site, x: quantizers[site](x) if site in quantizers else None
 
     def as_given(self) -> AbstractContextManager[bool]:
-        """Restore the user's parameters and buffers."""
+        """Restore the user's stored tensors inside the block, and yield whether any had changed."""
         return stored_weights.as_given(self.sim)
 
     def stored_values(self) -> Mapping[str, Array]:
-        """Return the parameters and buffers of the trace."""
+        """Return every stored float32 tensor by its name in the graph."""
         return data_passes.stored_by_name(self.sim)
 
     def store_values(self, values: Mapping[str, Array]) -> None:
         """Copy the values into parameters and buffers."""
         data_passes.change_stored(self.sim, values)
 
-    @contextmanager
-    def untied(self, names: Collection[str]) -> Iterator[bool]:
-        """Trace and plan a copy of the module again."""
-        new = untied_module_sim(self.sim, names)
-        with nullcontext() if new is None else replaced_by(self.sim, new):
-            yield new is not None
-
-    @contextmanager
-    def rotated(self, rotations: Mapping[str, InputRotation]) -> Iterator[bool]:
-        """Change and plan a copy of the model again."""
-        new = rotated_module_sim(self.sim, rotations)
-        with nullcontext() if new is None else replaced_by(self.sim, new):
-            yield new is not None
-
-    def why_caches_stay(self) -> str:
-        """Return a reason where the example brings a cache, as the data then does; with `kv_cache` the sim fills it."""
-        if self.sim.config.has_kv_cache:
-            return ""
-        return "the cache holds it, and the example and the data bring caches; choose kv_cache= and give tokens alone"
-
     def running_graph(self) -> Graph:
-        """Return the graph with the bounds of the ReLU6 modules."""
+        """Return the sim's graph, with a Relu in place of each ReLU6 whose upper bound was removed."""
         return layers.graph_as_it_runs(self.sim.model, self.sim.graph)
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
-        """Return the reasons: other calls of the same ReLU6 module."""
+        """Return why the upper bound of a ReLU6 cannot be removed, by site; "" where it can."""
         owners = {site: without_calls(owner_of(site)) for site in clips}
         return layers.shared_bound_reasons(self.sim.model, owners, wanted)
 
@@ -157,7 +144,7 @@ class ModuleDoor:
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
     ) -> tuple[list[dict[str, Any]], float]:
-        """Walk the BatchNorm modules; all ranks must have the same ones."""
+        """Set the statistics of BatchNorms to those of their inputs; return a row of each, and the seconds in float."""
         with batch_norm_statistics.put_back_on_error(self.sim):
             batch_norm_statistics.same_everywhere(self.sim, lambda own: ranks.all_gather(own)[0])
             result = batch_norm_statistics.reestimate(self.sim, data, together, forward=forward, progress=progress)
@@ -179,12 +166,12 @@ class ModuleDoor:
         return opened
 
     def encodings(self, sites: Collection[str]) -> Mapping[str, Encoding]:
-        """Return encodings made of the modules' buffers when they are asked for."""
+        """Return the encodings of calibrated sites, made one at a time where that saves memory."""
         quantizers = self.sim.quantizers
         return LazyMapping(sites, lambda site: quantizers[site].encoding())
 
     def files_read(self) -> Collection[Path]:
-        """Return none: a module holds its weights itself."""
+        """Return the files that hold weights of the sim; they must not be written over."""
         return ()
 
     def check_parity(
@@ -200,7 +187,7 @@ class ModuleDoor:
         return parity.check(model, runs, stored, encodings, expected, RunOn(runtime=runtime), moving)
 
     def run_example(self, model: ModelProto) -> ExampleRun | str:
-        """Run the module once; what the run changes in it, counters or random numbers, is put back."""
+        """Run the sim on its example, or on values of its sizes in the file; or return why that does not go."""
         example = self.sim.current_example
         try:
             with restoring_state(self.sim.model):

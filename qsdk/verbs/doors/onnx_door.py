@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
 from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize, run_graph, unsupported_ops
-from qsdk.core.channel_maps.rotated_weights import InputRotation
 from qsdk.core.channel_maps.scalings import clips_at_six
 from qsdk.core.errors import ConfigError, QsdkError
 from qsdk.core.graph.graph import Graph
@@ -31,18 +30,20 @@ from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
+from qsdk.core.run_options import Forward
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs.doors.changed_sims import replaced_by, rotated_onnx_sim, untied_onnx_sim
-from qsdk.verbs.doors.door import Forward, Visit, Visitor
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class OnnxDoor:
-    """The door of a sim of an ONNX model; see `Door`."""
+    """The door of a sim of an ONNX model.
+
+    `forward` is for modules: at the ONNX side it is a ConfigError. Data that does not fit the model is a DataError.
+    """
 
     sim: OnnxSim
 
@@ -64,32 +65,38 @@ class OnnxDoor:
     def visit(
         self,
         data: Iterable[Any],
-        each: Visit,
+        each: Callable[[str, Array], None],
         *,
         title: str,
         sites: Collection[str] | None = None,
         forward: Forward | None,
         progress: bool,
     ) -> None:
-        """Visit in one session whose outputs are the sites."""
+        """Run the float model over the data and pass the values at computed sites (None: all) to `each`."""
         require_no_forward(forward)
         passes.visit_sites(self.sim, data, each, title=title, sites=sites, progress=progress)
 
     def outputs(
         self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
     ) -> Iterator[list[npt.NDArray[np.float32]]]:
-        """Yield the outputs of a session."""
+        """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
         require_no_forward(forward)
         return passes.outputs(self.sim, batches, in_float=in_float)
 
     def quantizing_only(self, sites: Collection[str]) -> AbstractContextManager[None]:
-        """Run a Q/DQ model with fewer pairs."""
+        """Let the sim quantize at these sites alone inside the block."""
         return passes.quantizing_only(self.sim, sites)
 
     def visited_outputs(
-        self, batch: Any, visitor: Visitor, forward: Forward | None, where: str, *, everywhere: bool = False
+        self,
+        batch: Any,
+        visitor: Callable[[str, Tensor], Tensor],
+        forward: Forward | None,
+        where: str,
+        *,
+        everywhere: bool = False,
     ) -> list[Tensor] | None:
-        """Run the graph in PyTorch, where it has all ops."""
+        """Run the graph in PyTorch through `visitor`; return its floating-point outputs, None where it lacks an op."""
         require_no_forward(forward)
         graph = self.sim.graph
         if unsupported_ops(graph):
@@ -99,17 +106,17 @@ class OnnxDoor:
         return [y for y in found if y.is_floating_point()]
 
     def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
-        """Return what applies the site's encoding."""
+        """Return a function of (site, values): the values on its grid; None where float, or on it already."""
         decisions = self.sim.plan.decisions
         encodings = {s: encoding for s, encoding in self.sim.encodings.items() if not decisions[s].passes_through}
         return lambda site, x: fake_quantize(x, encodings[site]) if site in encodings else None
 
     def as_given(self) -> AbstractContextManager[bool]:
-        """Restore the user's initializers."""
+        """Restore the user's stored tensors inside the block, and yield whether any had changed."""
         return self.sim.with_given_weights()
 
     def stored_values(self) -> Mapping[str, Array]:
-        """Return the initializers of floats."""
+        """Return every stored float32 tensor by its name in the graph."""
         return passes.stored_by_name(self.sim)
 
     def constants(self) -> Mapping[str, Array]:
@@ -120,30 +127,12 @@ class OnnxDoor:
         """Replace initializers."""
         self.sim.change_stored(values)
 
-    @contextmanager
-    def untied(self, names: Collection[str]) -> Iterator[bool]:
-        """Plan a copy of the model again."""
-        new = untied_onnx_sim(self.sim, names)
-        with nullcontext() if new is None else replaced_by(self.sim, new):
-            yield new is not None
-
-    @contextmanager
-    def rotated(self, rotations: Mapping[str, InputRotation]) -> Iterator[bool]:
-        """Change and plan a copy of the model again."""
-        new = rotated_onnx_sim(self.sim, rotations)
-        with nullcontext() if new is None else replaced_by(self.sim, new):
-            yield new is not None
-
-    def why_caches_stay(self) -> str:
-        """Return the reason: whoever runs the file holds its caches."""
-        return "the cache that the file takes and gives holds it: one that the float file has filled would not fit"
-
     def running_graph(self) -> Graph:
-        """Return the graph with the bounds of the Clips' inputs."""
+        """Return the sim's graph, with a Relu in place of each ReLU6 whose upper bound was removed."""
         return passes.graph_as_it_runs(self.sim)
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
-        """Return the reasons: other ops that read the same bound."""
+        """Return why the upper bound of a ReLU6 cannot be removed, by site; "" where it can."""
         return passes.shared_bound_reasons(self.sim, clips, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:
@@ -153,7 +142,7 @@ class OnnxDoor:
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
     ) -> tuple[list[dict[str, Any]], float]:
-        """Run the graph BatchNorm by BatchNorm."""
+        """Set the statistics of BatchNorms to those of their inputs; return a row of each, and the seconds in float."""
         require_no_forward(forward)
         with put_back_on_error(self.sim, weights=True):
             result = batch_norm_statistics.reestimate(self.sim, data, together, progress=progress)
@@ -165,12 +154,12 @@ class OnnxDoor:
         return self.sim.traced()
 
     def encodings(self, sites: Collection[str]) -> Mapping[str, Encoding]:
-        """Return those that the sim holds."""
+        """Return the encodings of calibrated sites, made one at a time where that saves memory."""
         held = self.sim.encodings_where_ready()
         return {site: held[site] for site in sites}
 
     def files_read(self) -> Collection[Path]:
-        """Return the files of large weights, which are read on demand."""
+        """Return the files that hold weights of the sim; they must not be written over."""
         return self.sim.files_read()
 
     def check_parity(
@@ -181,7 +170,7 @@ class OnnxDoor:
         return self.sim.check_parity(model, data, progress=progress, runtime=runtime)
 
     def run_example(self, model: ModelProto) -> ExampleRun | str:
-        """Run the session on random values, of the sizes of the example where the model has noted those."""
+        """Run the sim on its example, or on values of its sizes in the file; or return why that does not go."""
         problem = "no values of the types of its inputs can be made"
         for feeds in random_feeds(with_shapes(model, noted_example(model), least=0)):
             try:

@@ -21,8 +21,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.ties import cache_edges
 from qsdk.core.report import Report
-from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Door
+from qsdk.verbs.doors.choose import Door, Sim, door_of
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 
 

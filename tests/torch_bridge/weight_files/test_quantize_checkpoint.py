@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassi
 
 import qsdk
 from qsdk.cli import main
-from qsdk.commands import checkpoint
+from qsdk.commands import quantize as checkpoint
 from qsdk.commands.data.tokens import token_batches
 from qsdk.verbs.checkpoints.quantize_checkpoint import RUN
 

@@ -1,16 +1,66 @@
-"""A sim of the model in a checkpoint folder, whose weights stay in their files."""
+"""Sims of modules: from a module, from a checkpoint folder whose weights stay in their files, and into a file."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from qsdk.core.config.config import QuantConfig
-from qsdk.verbs.doors.quantize_module import quantize_module
+from qsdk.core.sims.biases import biases_to_json
+from qsdk.core.sims.state import methods_to_json
+from qsdk.verbs.doors.changed_sims import planned_sim
+from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.doors.module_door import ModuleDoor
 from qsdk.verbs.doors.read_checkpoint import default_example, read_model
+from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.weight_files import WeightFiles
+from torch_bridge.wrapping.wrapped_state import link_sim
+
+#: the name of a sim beside the checkpoint of its model
+SIM_FILE = "sim.qsdk"
+
+
+def facts_to_save(sim: Sim) -> dict[str, Any]:
+    """Return what verbs have noted about a sim, as plain values."""
+    return {
+        "biases": biases_to_json(sim),
+        "methods": methods_to_json(sim.methods),
+        "frozen_values": sorted(sim.frozen_values),
+    }
+
+
+def save_beside(sim: QuantSim, folder: str) -> None:
+    """Write a sim without its weights into the folder of a checkpoint that has them.
+
+    Raises:
+        ConfigError: the config holds patterns, which are Python.
+        ExportError: the folder cannot be written, or the example is no plain data.
+    """
+    attention = getattr(getattr(sim.model, "config", None), "_attn_implementation", None)
+    facts = {"attn_implementation": attention} if isinstance(attention, str) else {}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    ModuleDoor(sim).save(Path(folder) / SIM_FILE, {**facts_to_save(sim), **facts}, weights=False)
+
+
+def quantize_module(
+    model: nn.Module, example: Any, config: QuantConfig, *, dynamic_shapes: Any, in_place: bool, fold_batch_norm: bool
+) -> QuantSim:
+    """Return the sim of a module; see `qsdk.quantize`."""
+    prepared = prepare(
+        model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
+    )
+    try:
+        sim = planned_sim(prepared, config, fold_batch_norm=fold_batch_norm)
+    except BaseException:
+        prepared.restore()  # matters in place: the caller's model is theirs again
+        raise
+    link_sim(sim.model, sim, save_beside)
+    return sim
+
 
 #: Bytes of the weights' files that may be in memory at a time.
 RESIDENT = 128 << 20

@@ -1,7 +1,10 @@
-"""`qsdk parity`: compare a file in the runtime's own session with its simulation, site by site."""
+"""The commands that compare and time files: `qsdk parity`, `qsdk compare` and `qsdk profile`."""
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from onnx_backend.data_passes.session_parity import check_session
 from onnx_backend.proto.inputs import inputs_of
@@ -11,11 +14,13 @@ from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError, ModelError
+from qsdk.verbs.analysis.compare import compare
+from qsdk.verbs.analysis.profile import profile
 from qsdk.verbs.qdq_files import checked_qdq, opened_qdq
 from qsdk.verbs.quantize import check_parity
 
 
-def run(options: Namespace) -> int:
+def run_parity(options: Namespace) -> int:
     """Compare a Q/DQ file in a session with its simulation, or with another file's; return 1 where they differ."""
     model = load(options.model)
     checked_qdq(load(model), options.model)  # raises an error for an invalid file, or the encodings file of another
@@ -59,3 +64,45 @@ def _require_comparable(options: Namespace) -> None:
         )
     if options.against and given:
         raise ConfigError(f"--against compares two simulations, without a session; leave out {', '.join(given)}")
+
+
+def run_compare(options: Namespace) -> int:
+    """Compare both sides; return 1 where a tensor is off."""
+    report = compare(
+        options.a,
+        options.b,
+        _batches(options),
+        names=dict(options.name),
+        tolerance=options.tolerance,
+    )
+    show(report, as_json=options.json)
+    return 0 if report.summary["first_off"] is None else 1
+
+
+def _batches(options: Namespace) -> Iterator[Any] | None:
+    """Return the batches by the names of the first file's inputs, or in their order where those of the other differ."""
+    files = [path for path in (options.a, options.b) if not Path(path).is_dir()]
+    if not files or not (options.data or options.random):
+        return None
+    inputs = [inputs_of(load(path)) for path in files]
+    names = [[item.name for item in items] for items in inputs]
+    batches = batches_of_options(options, inputs[0])
+    same = all(sorted(known) == sorted(names[0]) for known in names)
+    return (batch if same else tuple(batch[name] for name in names[0]) for batch in batches)
+
+
+def run_profile(options: Namespace) -> int:
+    """Time a model, on the first batch of the data or on random values."""
+    model = load(options.model)
+    data = batches_of_options(options, inputs_of(model)) if options.data or options.random else None
+    report = profile(
+        model,
+        data,
+        runtime=options.runtime,
+        threads=options.threads,
+        repeats=options.repeats,
+        shapes=dict(options.shape),
+        against=options.against,
+    )
+    show(report, as_json=options.json)
+    return 0
