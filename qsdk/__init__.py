@@ -17,7 +17,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     export      export validate session
     prove       check_parity compare report
     integers    to_integer
-    files       save load load_pretrained save_encodings load_encodings
+    files       save load save_encodings load_encodings
                 convert_encodings apply_encodings
     classes     QuantSim OnnxSim Report Encoding
     dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
@@ -78,32 +78,32 @@ if TYPE_CHECKING:
     from qsdk.verbs.analysis.report import report
     from qsdk.verbs.analysis.sensitivity import sensitivity
     from qsdk.verbs.apply import apply_encodings
-    from qsdk.verbs.batch_norm import reestimate_batch_norm
-    from qsdk.verbs.bias import correct_bias
+    from qsdk.verbs.bias import correct_bias, reestimate_batch_norm
     from qsdk.verbs.blocks import tune_blocks
-    from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
-    from qsdk.verbs.distill import distill_loss
+    from qsdk.verbs.calibrate import calibrate, inputs_only
+    from qsdk.verbs.checkpoints import quantize_checkpoint
     from qsdk.verbs.doors.choose import OnnxSim, QuantSim
-    from qsdk.verbs.doors.user_data import inputs_only
+    from qsdk.verbs.export import check_parity, export
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
+    from qsdk.verbs.integer import to_integer
     from qsdk.verbs.layers import adaround, gptq, seq_mse
-    from qsdk.verbs.pretrained import load_pretrained
     from qsdk.verbs.qdq_files import session, validate
-    from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
+    from qsdk.verbs.quantize import quantize
     from qsdk.verbs.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
+    from qsdk.verbs.training import distill_loss
 
 __version__ = "0.1.0"
 
 #: name -> the file in qsdk/verbs that holds it, loaded on first use
 _VERBS = {
     "quantize": "quantize",
-    "calibrate": "quantize",
-    "quantize_checkpoint": "checkpoints.quantize_checkpoint",
-    "inputs_only": "doors.user_data",
-    "export": "quantize",
-    "check_parity": "quantize",
-    "to_integer": "quantize",
+    "calibrate": "calibrate",
+    "quantize_checkpoint": "checkpoints",
+    "inputs_only": "calibrate",
+    "export": "export",
+    "check_parity": "export",
+    "to_integer": "integer",
     "validate": "qdq_files",
     "session": "qdq_files",
     "seq_mse": "layers",
@@ -114,16 +114,15 @@ _VERBS = {
     "convert_encodings": "files",
     "save": "files",
     "load": "files",
-    "load_pretrained": "pretrained",
     "apply_encodings": "apply",
     "correct_bias": "bias",
-    "reestimate_batch_norm": "batch_norm",
+    "reestimate_batch_norm": "bias",
     "tune_blocks": "blocks",
     "equalize": "scaling",
     "smooth_quant": "scaling",
     "awq": "scaling",
     "rotate": "rotate",
-    "distill_loss": "distill",
+    "distill_loss": "training",
     "mixed_precision": "analysis.precision",
     "report": "analysis.report",
     "sensitivity": "analysis.sensitivity",
@@ -173,7 +172,6 @@ __all__ = [
     "convert_encodings",
     "save",
     "load",
-    "load_pretrained",
     "demo",
     "QuantSim",
     "OnnxSim",

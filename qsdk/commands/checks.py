@@ -16,8 +16,8 @@ from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.verbs.analysis.compare import compare
 from qsdk.verbs.analysis.profile import profile
+from qsdk.verbs.export import check_parity
 from qsdk.verbs.qdq_files import checked_qdq, opened_qdq
-from qsdk.verbs.quantize import check_parity
 
 
 def run_parity(options: Namespace) -> int:

@@ -10,8 +10,8 @@ from qsdk.core.encodings.provenance import GRAPH
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 from qsdk.verbs.files import convert_encodings, read_with
+from qsdk.verbs.integer import to_integer
 from qsdk.verbs.qdq_files import inspect
-from qsdk.verbs.quantize import to_integer
 
 
 def run_inspect(options: Namespace) -> int:

@@ -23,10 +23,11 @@ from qsdk.commands.scores import scorer_of_options
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.verbs.analysis.precision import mixed_precision
-from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
-from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
+from qsdk.verbs.calibrate import calibrate
+from qsdk.verbs.checkpoints import apply_verbs, quantize_checkpoint, require_verbs
 from qsdk.verbs.doors.choose import Sim
-from qsdk.verbs.quantize import calibrate, export, quantize
+from qsdk.verbs.export import export
+from qsdk.verbs.quantize import quantize
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
 from qsdk.core.site import owner_of
 from qsdk.verbs.analysis.sensitivity import sensitivity
-from qsdk.verbs.quantize import calibrate, quantize
+from qsdk.verbs.calibrate import calibrate
+from qsdk.verbs.quantize import quantize
 
 Array = npt.NDArray[Any]
 _SHOWN = 20  # classes in a summary

@@ -19,8 +19,8 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.graph_json import graph_from_text
 from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
+from qsdk.verbs.export import export
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
-from qsdk.verbs.quantize import export
 
 ABSORBED = "absorbed"
 

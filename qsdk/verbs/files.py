@@ -34,11 +34,12 @@ from qsdk.core.report import Report
 from qsdk.core.sims.biases import read_biases, without_shifts
 from qsdk.core.sims.load_encodings import where_quantized, with_loaded
 from qsdk.core.sims.replan import require_config
-from qsdk.core.sims.sim_file import SimFile, different_sites, read_sim
+from qsdk.core.sims.sim_file import SimFile, different_sites, read_sim, write_sim
 from qsdk.core.sims.state import put_back_on_error, read_frozen_values, read_methods
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.module_sims import facts_to_save
+from qsdk.verbs.doors.choose import OnnxSim, Sim
+from qsdk.verbs.doors.module_sims import SIM_FILE, facts_to_save, save_module_sim
+from qsdk.verbs.doors.read_checkpoint import read_model, require_known_attention
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
@@ -267,20 +268,32 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         >>> bool((qsdk.load(folder + "/sim.qsdk", sim.unwrap())(x) == sim(x)).all())
         True
     """
-    door_of(sim).save(path, facts_to_save(sim))
+    require_sim(sim)
+    facts = facts_to_save(sim)
+    if isinstance(sim, OnnxSim):
+        parts = saved_onnx.parts_of(sim)  # with the initializers of the user that verbs have replaced
+        write_sim(path, "onnx", sim.snapshot(), {**saved_onnx.facts_of(sim), **facts}, parts)
+    else:
+        save_module_sim(sim, path, facts)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
-    """Return the sim that `save` wrote: its outputs are those of the saved one, bit for bit.
+def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, example: Any = None, **options: Any) -> Sim:
+    """Return the sim that `save` wrote, or `sim.model.save_pretrained(folder)` of a Hugging Face model.
+
+    Its outputs are those of the saved sim, bit for bit. Such a folder is an ordinary checkpoint, with the sim beside it
+    in `sim.qsdk`.
 
     Args:
-        path: of the file.
-        model: the float module, with any weights, that the saved sim was made of; None for a sim of an ONNX model.
+        path: of the file or the folder.
+        model: the float module that the saved sim was made of: with any weights for a file; for a folder, None reads it
+            with transformers, in the class that its config names. None for a sim of an ONNX model.
+        example: for a folder, as for `quantize`; None for the one that the sim was quantized with, which is saved.
+        options: for a folder: of `from_pretrained` of that class, such as `device_map=`.
 
     Raises:
         FileFormatError: the file is missing, truncated, foreign or damaged.
-        ConfigError: a module is missing, or there is one too many.
-        ModelError: the module is another one.
+        ConfigError: a module is missing, or there is one too many; transformers is not installed or lacks the class.
+        ModelError: the module is another one, or its weights are not those that a folder was saved with.
 
     Examples:
         >>> import tempfile, torch, qsdk
@@ -289,6 +302,11 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
         >>> qsdk.load(folder + "/sim.qsdk", layer)
         QuantSim(Linear: 4 quantized, 0 tied, 0 float; 0 of 4 quantizers ready)
     """
+    if Path(path).is_dir():
+        return _load_pretrained(Path(path), example, model, options)
+    if example is not None or options:
+        given = ", ".join([*(["example"] if example is not None else []), *options])
+        raise ConfigError(f"{given}: for the folder of a checkpoint, and {os.fspath(path)} is none; leave it out")
     file, where = read_sim(path), os.fspath(path)
     if file.door == "onnx":
         if model is not None:
@@ -301,6 +319,26 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
     if model is None:
         raise ConfigError(f"{where} holds a sim of an nn.Module; pass the float module: qsdk.load(path, model)")
     return module_sim_of(file, model, where)
+
+
+def _load_pretrained(folder: Path, example: Any, model: nn.Module | None, options: dict[str, Any]) -> QuantSim:
+    path = folder / SIM_FILE
+    if not path.is_file():
+        raise FileFormatError(
+            f"{os.fspath(folder)} is a folder; it holds no {SIM_FILE}: write it with sim.model.save_pretrained(folder), "
+            "outside of a training block, or quantize the float model anew"
+        )
+    file = read_sim(path)
+    if model is None:
+        known = file.facts.get("attn_implementation")
+        if "attn_implementation" not in options:
+            require_known_attention(known, os.fspath(path), "if you trust it, pass attn_implementation=")
+        instead = "pass the float model: qsdk.load(folder, MyModel.from_pretrained(folder))"
+        known_options = {"attn_implementation": known} if known else {}
+        model = read_model(folder, instead, {**known_options, **options})
+    elif options:
+        raise ConfigError(f"{', '.join(options)}: options are for reading the model, which is given; leave them out")
+    return module_sim_of(file, model, os.fspath(path), example)
 
 
 def module_sim_of(file: SimFile, model: nn.Module, where: str, example: Any = None) -> QuantSim:

@@ -31,9 +31,9 @@ from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.core.site import owner_of
+from qsdk.verbs.calibrate import calibrate
 from qsdk.verbs.doors.changed_sims import rotated, untied
 from qsdk.verbs.doors.choose import OnnxSim, Sim, door_of
-from qsdk.verbs.quantize import calibrate
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.pytree import is_cache
 

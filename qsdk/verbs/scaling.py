@@ -36,9 +36,9 @@ from qsdk.core.run_options import DataOptions, Forward, run_of
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.calibrate import calibrate
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.same_on_ranks import same_on_ranks
-from qsdk.verbs.quantize import calibrate
 
 _ALPHAS = tuple(step / 20 for step in range(21))
 

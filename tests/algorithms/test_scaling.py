@@ -9,9 +9,8 @@ from scaling_models import DOORS, Block, Chain, data, in_float, inputs, sim_at, 
 from torch import nn
 
 import qsdk
-from qsdk import ConfigError, DataError, w4a8, w8a8, w8a16, weight_only
+from qsdk import ConfigError, DataError, calibrate, w4a8, w8a8, w8a16, weight_only
 from qsdk.core.layers.expected_means import FoldedNorm
-from qsdk.verbs.quantize import calibrate
 
 both = pytest.mark.parametrize("door", DOORS)
 PER_TENSOR = w8a8().override("*", per_channel=False)

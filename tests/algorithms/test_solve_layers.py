@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qsdk import calibrate, quantize
 from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solvers import adaround, seq_mse
 from qsdk.core.config.config import QuantConfig, w4a8
@@ -18,7 +19,6 @@ from qsdk.core.numerics.dtypes import float16
 from qsdk.core.report import Report
 from qsdk.core.run_options import Forward, Run
 from qsdk.verbs.layers import solve_each_layer as solve_layers
-from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
 
 

@@ -87,7 +87,7 @@ def test_the_contracts_hold():
             id="door to verbs",
         ),
         pytest.param(
-            {"torch_bridge/sites/one.py": "import qsdk.verbs.distill"},
+            {"torch_bridge/sites/one.py": "import qsdk.verbs.training"},
             "the doors see only the core of qsdk",
             id="a room of a door to verbs",
         ),

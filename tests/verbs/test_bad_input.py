@@ -22,6 +22,7 @@ from torch_models import (
 )
 
 import qsdk
+from qsdk import calibrate, check_parity, export, quantize, to_integer
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import (
     CalibrationError,
@@ -33,7 +34,6 @@ from qsdk.core.errors import (
     QsdkError,
 )
 from qsdk.verbs.qdq_files import inspect, validate
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 from torch_bridge.sim import QuantSim
 
 X = seeded(2, 3, 6, 6)

@@ -17,11 +17,11 @@ from torch_models import calibrated, seeded
 from zoo_models import distinct
 
 from onnx_backend.opening.read_graph import read_graph
+from qsdk import calibrate, check_parity, export, quantize, to_integer
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8
 from qsdk.core.errors import IntegerError
 from qsdk.core.numerics.dtypes import float16
 from qsdk.core.planning.graph_matching import match_graphs
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 node = helper.make_node
 RNG = np.random.default_rng(3)

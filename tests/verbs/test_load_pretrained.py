@@ -1,4 +1,4 @@
-"""`sim.model.save_pretrained` and `qsdk.load_pretrained`, on small random models of transformers."""
+"""`sim.model.save_pretrained` and `qsdk.load`, on small random models of transformers."""
 
 import copy
 import functools
@@ -56,7 +56,7 @@ def test_a_sim_comes_back_with_the_same_outputs(name: str, tmp_path: Path):
     sim = quantized(name)
     qsdk.gptq(sim, [inputs(1)], progress=False)
     sim.model.save_pretrained(tmp_path)
-    again = qsdk.load_pretrained(tmp_path)
+    again = qsdk.load(tmp_path)
     require_same(again, sim)
     assert again.coverage().to_dict() == sim.coverage().to_dict()
     assert not again.model.training
@@ -82,7 +82,7 @@ def test_the_folder_is_an_ordinary_checkpoint_of_the_float_model(name: str, tmp_
 def test_another_example_may_be_given(tmp_path: Path):
     sim = quantized("bert")
     sim.model.save_pretrained(tmp_path)
-    require_same(qsdk.load_pretrained(tmp_path, inputs(3)), sim)
+    require_same(qsdk.load(tmp_path, example=inputs(3)), sim)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_another_dtype_is_another_model(tmp_path: Path):
     sim = quantized("bert")
     sim.model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="was saved from another model"):
-        qsdk.load_pretrained(tmp_path, dtype=torch.bfloat16)
+        qsdk.load(tmp_path, dtype=torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_what_the_options_of_save_pretrained_do_they_do(tmp_path: Path):
     sim = quantized("llama")
     sim.model.save_pretrained(tmp_path, True, max_shard_size="8KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    require_same(qsdk.load_pretrained(tmp_path), sim)
+    require_same(qsdk.load(tmp_path), sim)
     sim.model.save_pretrained(tmp_path / "other", is_main_process=False)
     assert list((tmp_path / "other").iterdir()) == []
 
@@ -108,7 +108,7 @@ def test_a_state_dict_that_a_trainer_gives_is_saved_without_its_encodings(tmp_pa
     sim = quantized("bert")
     sim.model.save_pretrained(tmp_path, state_dict=sim.model.state_dict())
     assert not any("qsdk" in key for key in load_file(tmp_path / "model.safetensors"))
-    require_same(qsdk.load_pretrained(tmp_path), sim)
+    require_same(qsdk.load(tmp_path), sim)
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_the_attention_that_was_traced_is_the_one_that_is_read(tmp_path: Path):
     sim = qsdk.quantize(model, inputs(0), qsdk.w4a8())
     qsdk.calibrate(sim, [inputs(1)], progress=False)
     sim.model.save_pretrained(tmp_path)
-    again = qsdk.load_pretrained(tmp_path)
+    again = qsdk.load(tmp_path)
     assert again.model.config._attn_implementation == "eager"
     require_same(again, sim)
 
@@ -133,22 +133,22 @@ def test_a_model_of_ones_own_is_read_by_its_owner(tmp_path: Path):
     sim = qsdk.quantize(Mine(hf.BertConfig(**SMALL, max_position_embeddings=16)).eval(), inputs(0))
     qsdk.calibrate(sim, [inputs(1)], progress=False)
     sim.model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no class Mine of models.* model=MyModel\.from_pretrained"):
-        qsdk.load_pretrained(tmp_path)
-    require_same(qsdk.load_pretrained(tmp_path, model=Mine.from_pretrained(tmp_path)), sim)
+    with pytest.raises(ConfigError, match=r"no class Mine of models.* MyModel\.from_pretrained"):
+        qsdk.load(tmp_path)
+    require_same(qsdk.load(tmp_path, model=Mine.from_pretrained(tmp_path)), sim)
     with pytest.raises(ConfigError, match=r"device_map: options are for reading the model, which is given"):
-        qsdk.load_pretrained(tmp_path, model=Mine.from_pretrained(tmp_path), device_map="cpu")
+        qsdk.load(tmp_path, model=Mine.from_pretrained(tmp_path), device_map="cpu")
 
 
 @pytest.mark.slow
 def test_a_loaded_sim_goes_on_and_saves_itself(tmp_path: Path):
     sim = quantized("bert")
     sim.model.save_pretrained(tmp_path / "first")
-    again = qsdk.load_pretrained(tmp_path / "first")
+    again = qsdk.load(tmp_path / "first")
     qsdk.adaround(again, [inputs(1)], progress=False)
     again.model.save_pretrained(tmp_path / "second")
-    require_same(qsdk.load_pretrained(tmp_path / "second"), again)
-    require_same(qsdk.load_pretrained(tmp_path / "first"), sim)
+    require_same(qsdk.load(tmp_path / "second"), again)
+    require_same(qsdk.load(tmp_path / "first"), sim)
 
 
 @pytest.mark.slow
@@ -157,11 +157,11 @@ def test_a_copied_sim_saves_itself_and_a_copied_model_no_sim(tmp_path: Path):
     copied = copy.deepcopy(sim)
     qsdk.gptq(copied, [inputs(1)], progress=False)
     copied.model.save_pretrained(tmp_path / "copied")
-    require_same(qsdk.load_pretrained(tmp_path / "copied"), copied)
+    require_same(qsdk.load(tmp_path / "copied"), copied)
     for alone in (copy.deepcopy(sim.model), pickle.loads(pickle.dumps(sim.model))):
         alone.save_pretrained(tmp_path / "alone")
-        with pytest.raises(FileFormatError, match=r"holds no sim\.qsdk; write it with sim\.model\.save_pretrained"):
-            qsdk.load_pretrained(tmp_path / "alone")
+        with pytest.raises(FileFormatError, match=r"holds no sim\.qsdk: write it with sim\.model\.save_pretrained"):
+            qsdk.load(tmp_path / "alone")
     assert type(hf.BertForSequenceClassification.from_pretrained(tmp_path / "alone")) is type(sim.unwrap())
 
 
@@ -181,9 +181,9 @@ def test_in_training_a_checkpoint_holds_what_training_goes_on_from(tmp_path: Pat
         model.save_pretrained(tmp_path)
         assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
     with pytest.raises(FileFormatError, match="outside of a training block"):
-        qsdk.load_pretrained(tmp_path)
+        qsdk.load(tmp_path)
     sim.model.save_pretrained(tmp_path)
-    require_same(qsdk.load_pretrained(tmp_path), sim)
+    require_same(qsdk.load(tmp_path), sim)
 
 
 def test_other_weights_in_the_folder_are_noticed(tmp_path: Path):
@@ -193,7 +193,7 @@ def test_other_weights_in_the_folder_are_noticed(tmp_path: Path):
     weights["classifier.bias"] += 1e-6
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"sim\.qsdk belongs to other weights than those of the model"):
-        qsdk.load_pretrained(tmp_path)
+        qsdk.load(tmp_path)
     sim.model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="belongs to other weights"):
         qsdk.load(tmp_path / "sim.qsdk", MODELS["bert"]())
@@ -212,7 +212,7 @@ def test_a_model_with_a_folded_norm_is_refused_before_anything_is_written(tmp_pa
     sim = qsdk.quantize(model, x, fold_batch_norm=False)
     qsdk.calibrate(sim, [x], progress=False)
     sim.model.save_pretrained(tmp_path / "out")
-    assert torch.equal(qsdk.load_pretrained(tmp_path / "out")(x).logits, sim(x).logits)
+    assert torch.equal(qsdk.load(tmp_path / "out")(x).logits, sim(x).logits)
 
 
 def test_a_folder_without_a_config_or_a_class_is_named(tmp_path: Path):
@@ -220,10 +220,10 @@ def test_a_folder_without_a_config_or_a_class_is_named(tmp_path: Path):
     sim.model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileFormatError, match=r"config\.json does not name the class of the model; pass the float"):
-        qsdk.load_pretrained(tmp_path)
+        qsdk.load(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileFormatError, match="give the folder of a checkpoint"):
-        qsdk.load_pretrained(tmp_path)
+        qsdk.load(tmp_path)
 
 
 def test_the_attention_of_a_saved_sim_is_one_of_transformers_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -241,12 +241,12 @@ def test_the_attention_of_a_saved_sim_is_one_of_transformers_itself(tmp_path: Pa
     with pytest.raises(
         FileFormatError, match=r"sim\.qsdk asks for the attention 'someone/kernels'.*known are eager, sdpa"
     ):
-        qsdk.load_pretrained(tmp_path)
+        qsdk.load(tmp_path)
     assert not given
 
 
 @pytest.mark.slow
 def test_a_module_without_save_pretrained_gets_none_and_transformers_stays_unread():
     assert not hasattr(qsdk.quantize(nn.Linear(4, 2), torch.randn(2, 4)).model, "save_pretrained")
-    code = "import sys, qsdk; qsdk.load_pretrained; qsdk.quantize; assert 'transformers' not in sys.modules"
+    code = "import sys, qsdk; qsdk.load; qsdk.quantize; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -18,12 +18,12 @@ from zoo_models import distinct
 import qsdk
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
+from qsdk import calibrate, check_parity, export, quantize, to_integer
 from qsdk.cli import main
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ExportError, IntegerError
 from qsdk.core.numerics.dtypes import float16
 from qsdk.verbs.qdq_files import validate
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 node = helper.make_node
 

@@ -31,9 +31,11 @@ from qsdk.verbs.analysis.precision import float_ms, mixed_precision
 from qsdk.verbs.analysis.profile import profile
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.bias import correct_bias
+from qsdk.verbs.calibrate import calibrate
 from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.export import export
 from qsdk.verbs.layers import adaround, gptq, seq_mse
-from qsdk.verbs.quantize import calibrate, export, quantize
+from qsdk.verbs.quantize import quantize
 from qsdk.verbs.rotate import obstacle_to_rotating, rotate
 from qsdk.verbs.scaling import equalize, smooth_quant
 

@@ -18,8 +18,8 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import ProgressOptions, run_of
 from qsdk.progress import bar
 from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.export import export
 from qsdk.verbs.qdq_files import OnnxSource
-from qsdk.verbs.quantize import export
 
 _NOISY = 0.3  # of the median, between runs of the same model on the same values
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from onnx_backend.opening.changed_models import rotated_model, untied_model
 from onnx_backend.opening.from_float import with_reasons_of_file
-from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
@@ -26,8 +25,8 @@ from qsdk.core.ranges.unrepresentable import left_float
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import owns_encoding
 from qsdk.core.site import site_name
-from torch_bridge.attach import compare_sites
-from torch_bridge.prepare import PreparedModel, prepare, trace_and_number
+from qsdk.verbs.doors.module_sims import planned_sim
+from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.layers import BETWEEN, ROTATION, rotate_input, sharing_paths, untie
 from torch_bridge.wrapping.wrapped_state import link_sim, state_of
@@ -222,12 +221,3 @@ def _carry_over(sim: QuantSim | OnnxSim, new: QuantSim | OnnxSim) -> None:
     known = state.plan.decisions
     own = {site: e for site, e in sim.snapshot().own.items() if site in known and owns_encoding(known[site])}
     new.restore(replace(state, own=own))
-
-
-def planned_sim(prepared: PreparedModel, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
-    """Return the sim of a wrapped model."""
-    traced, prepared = trace_and_number(prepared)
-    graph = open_traced(traced.model, traced.stored.values_in(prepared.model)).graph
-    plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
-    dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
-    return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)

@@ -1,6 +1,5 @@
 """The door of a sim of an nn.Module."""
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.expected_means import norms_to_json
 from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
@@ -28,15 +26,12 @@ from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.run_options import Forward
 from qsdk.core.sims.biases import noting_shifts
-from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
-from torch_bridge import calibrate, data_passes, saved, stored_weights
+from torch_bridge import calibrate, data_passes, stored_weights
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import layers
-from torch_bridge.torch_values.layers import online_rotations
 from torch_bridge.torch_values.module_state import restoring_state
 from torch_bridge.walk import batch_norm_statistics, layer_walk
-from torch_bridge.wrapping.wrapped_state import weights_digest
 
 Array = npt.NDArray[Any]
 
@@ -196,15 +191,3 @@ class ModuleDoor:
             return str(error)
         places = {tensor.device.type for tensor in self.sim.model.parameters()} - {"cpu", "meta"}
         return ExampleRun(example, feeds, outputs, ", ".join(sorted(places)) or "cpu")
-
-    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], *, weights: bool = True) -> None:
-        """Write the state_dict, or its digest alone, and the example that the model was traced with."""
-        own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
-        own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": layers.unbounded_paths(self.sim.model)}
-        own |= saved.dtype_facts(self.sim) | ({"untied": list(self.sim.untied)} if self.sim.untied else {})
-        own |= {"online_rotations": online} if (online := online_rotations(self.sim.model)) else {}
-        parts = saved.parts_of(self.sim)
-        if not weights:
-            del parts[saved.WEIGHTS]
-            own |= {"weights_digest": weights_digest(self.sim.model)}
-        write_sim(path, "torch", self.sim.snapshot(), {**facts, **own}, parts)

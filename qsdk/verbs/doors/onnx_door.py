@@ -1,6 +1,5 @@
 """The door of a sim of an ONNX model."""
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import numpy.typing as npt
 from onnx import ModelProto
 from torch import Tensor
 
-from onnx_backend import saved
 from onnx_backend.data_passes import passes
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
@@ -32,7 +30,6 @@ from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.run_options import Forward
 from qsdk.core.sims.biases import noting_shifts
-from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error
 
 Array = npt.NDArray[Any]
@@ -179,11 +176,6 @@ class OnnxDoor:
             except QsdkError as error:
                 problem = str(error)
         return problem
-
-    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
-        """Write the model, and those initializers of the user that verbs have replaced."""
-        parts = saved.parts_of(self.sim)
-        write_sim(path, "onnx", self.sim.snapshot(), {**saved.facts_of(self.sim), **facts}, parts)
 
 
 def require_no_forward(forward: Forward | None) -> None:

@@ -17,13 +17,13 @@ from torch import nn
 from torch_models import seeded
 
 import qsdk
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w4a8, w4a16, w8a8
 from qsdk.core.encodings.provenance import network_hash
 from qsdk.core.encodings.qsdk_format import loads
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.block_scales import TwoLevel, block_scales
 from qsdk.verbs.files import convert_encodings, load_encodings, save_encodings
-from qsdk.verbs.quantize import calibrate, export, quantize
 
 both = pytest.mark.parametrize("door", DOORS)
 FORMATS = ("qsdk", "1.0.0", "2.0.0", "2.1.0")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded
 from zoo_models import distinct, tokens
 
-from qsdk.verbs.quantize import check_parity, export
+from qsdk import check_parity, export
 
 
 class RmsNorm(nn.Module):

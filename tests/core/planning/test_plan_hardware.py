@@ -10,6 +10,7 @@ from strategies import GraphBuilder
 from torch import nn
 from torch_models import sim_of
 
+from qsdk import calibrate, check_parity, export, quantize
 from qsdk.core.aimet_config.load_config import load_config
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
@@ -17,7 +18,6 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import int8, int16, uint8, uint16
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 
 
 def product(*, moved: bool = True) -> Graph:

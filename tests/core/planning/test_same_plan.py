@@ -21,6 +21,7 @@ from zoo_models import ZOO, Recurrent, distinct
 
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.sim import OnnxSim
+from qsdk import calibrate, check_parity, export, quantize
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph
@@ -28,7 +29,6 @@ from qsdk.core.numerics.spec import PerTensor
 from qsdk.core.planning.graph_matching import match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 from torch_bridge.calibrate import stored_values
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim

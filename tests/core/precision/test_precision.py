@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from islands import DOORS, batches, dtypes, everything, outputs, sim_at
 from torch import nn
 
+from qsdk import calibrate
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, DataError, ModelError
 from qsdk.core.numerics.dtypes import float16, float32, int8, uint8, uint16
@@ -19,7 +20,6 @@ from qsdk.core.ranges.estimators import estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs.layers import adaround, seq_mse
-from qsdk.verbs.quantize import calibrate
 
 both = pytest.mark.parametrize("door", DOORS)
 

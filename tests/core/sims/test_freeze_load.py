@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from islands import BATCHES, DOORS, batches, everything, outputs, sim_at
 
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w4a8
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.encodings.qsdk_format import StoredEncodings
@@ -21,7 +22,6 @@ from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.state import owns_encoding
 from qsdk.verbs.files import load_encodings, save_encodings
 from qsdk.verbs.layers import adaround, seq_mse
-from qsdk.verbs.quantize import calibrate, export, quantize
 
 both = pytest.mark.parametrize("door", DOORS)
 WEIGHTS = ["conv1:weight", "conv2:weight", "fc1:weight", "fc2:weight"]

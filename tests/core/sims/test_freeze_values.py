@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded
 
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w4a8, w8a16
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.sims.state import put_back_on_error, read_frozen_values
-from qsdk.verbs.batch_norm import reestimate_batch_norm
-from qsdk.verbs.bias import correct_bias
+from qsdk.verbs.bias import correct_bias, reestimate_batch_norm
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.files import load, save
 from qsdk.verbs.layers import adaround, gptq, seq_mse
-from qsdk.verbs.quantize import calibrate, export, quantize
 from qsdk.verbs.scaling import equalize, smooth_quant
 from torch_bridge.sim import QuantSim
 

@@ -30,6 +30,7 @@ from torch_models import (
     seeded,
 )
 
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
 from qsdk.core.numerics.dtypes import bfloat16, float16, float32
@@ -38,7 +39,6 @@ from qsdk.core.sims.sim_file import different_sites, plan_to_json, read_plan
 from qsdk.core.sims.state import Methods
 from qsdk.verbs.files import load, save
 from qsdk.verbs.layers import adaround
-from qsdk.verbs.quantize import calibrate, export, quantize
 from torch_bridge.sim import QuantSim
 
 both = pytest.mark.parametrize("door", DOORS)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch_models import randomized
 
 import qsdk
+from qsdk import calibrate, quantize
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.verbs.files import load
-from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
 
 DOORS = ("torch", "onnx")

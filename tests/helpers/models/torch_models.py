@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qsdk import calibrate, quantize
 from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
 
 

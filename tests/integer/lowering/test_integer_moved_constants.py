@@ -6,7 +6,7 @@ from integer_comparison import compare, noise
 from integer_models import INT8, UINT8, UINT16, Net
 from onnx import TensorProto, helper
 
-from qsdk.verbs.quantize import to_integer
+from qsdk import to_integer
 
 RNG = np.random.default_rng(0)
 NUMBERS = RNG.normal(0, 1, (1, 40, 8)).astype(np.float32)

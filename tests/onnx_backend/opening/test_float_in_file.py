@@ -5,9 +5,9 @@ from foreign_models import aimet, by_onnxruntime, pt2e
 from qdq_models import convnet, mlp
 
 from onnx_backend.opening.plan_of_qdq import FLOAT_IN_FILE
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w8a8
 from qsdk.verbs.files import load, save
-from qsdk.verbs.quantize import calibrate, export, quantize
 
 
 def floats(sim):

@@ -13,11 +13,11 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import stamp
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session import simulation_session
+from qsdk import calibrate, check_parity, export, quantize, to_integer
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.verbs.qdq_files import validate
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 RNG = np.random.default_rng(11)
 SHAPES = {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}

@@ -13,8 +13,8 @@ from qdq_models import make_model, weights
 
 import qsdk
 from onnx_backend.runtime.session import simulation_session
+from qsdk import calibrate, check_parity, export, quantize, to_integer
 from qsdk.verbs.doors.choose import door_of
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 X = np.random.default_rng(3).normal(size=(512, 6)).astype(np.float32)
 TYPES = (QuantType.QInt8, QuantType.QUInt8, QuantType.QUInt16)

@@ -3,8 +3,8 @@
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from qsdk import calibrate, quantize
 from qsdk.core.config.config import w8a8
-from qsdk.verbs.quantize import calibrate, quantize
 
 
 def two_states() -> ModelProto:

@@ -13,12 +13,12 @@ from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.sim import OnnxSim
 from onnx_backend.validation import rules as validation_rules
+from qsdk import quantize
 from qsdk.core.config.config import w4a8, w8a8, w8a16
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
 from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
-from qsdk.verbs.quantize import quantize
 
 node = helper.make_node
 RNG = np.random.default_rng(11)

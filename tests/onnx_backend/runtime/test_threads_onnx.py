@@ -8,8 +8,8 @@ from in_threads import in_threads
 from integer_comparison import noise
 from integer_models import Net
 
+from qsdk import calibrate, quantize
 from qsdk.core.config.config import w8a8
-from qsdk.verbs.quantize import calibrate, quantize
 
 
 def network():

@@ -13,6 +13,7 @@ from strategies import FLOAT8, GRANULARITIES, INTEGERS, MINIFLOATS, Case, cases,
 from torch import Tensor, nn
 from torch_models import ConvNet, EncoderModel, calibrated, same_encodings, seeded, sim_of
 
+from qsdk import calibrate
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics import affine
@@ -20,7 +21,6 @@ from qsdk.core.numerics.dtypes import DTYPES, DType, float4e2m1, float16, int8, 
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.plan import Decision
-from qsdk.verbs.quantize import calibrate
 from torch_bridge.quantizers import fake_quant
 from torch_bridge.quantizers.fake_quant import FakeQuantGrid, cast, fake_quantize, fake_quantize_minifloat
 from torch_bridge.quantizers.quantizer import Quantizer

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 from torch_models import seeded
 
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ExportError
-from qsdk.verbs.quantize import calibrate, export, quantize
 
 
 def decides(x: Tensor) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch_models import seeded, sim_of, states
 
 import qsdk
+from qsdk import calibrate
 from qsdk.core.errors import ExportError, ModelError
-from qsdk.verbs.quantize import calibrate
 
 
 class Masked(nn.Module):

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch_models import ConvNet, calibrated, same_encodings, seeded
 from training_models import loss_of, same_gradients, steps
 
+from qsdk import calibrate
 from qsdk.core.config.config import w8a16
 from qsdk.core.errors import ExportError, ModelError
-from qsdk.verbs.quantize import calibrate
 from torch_bridge.sim import QuantSim
 
 X = seeded(8, 3, 6, 6)

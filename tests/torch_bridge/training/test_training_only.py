@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk.verbs.quantize import check_parity, export
+from qsdk import check_parity, export
 from torch_bridge.sim import QuantSim
 
 X = seeded(4, 8)

@@ -18,11 +18,11 @@ from zoo_models import ZOO, distinct
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import run
 from onnx_backend.walk.layer_walk import walk_layers
+from qsdk import calibrate, check_parity, export, quantize
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8
 from qsdk.core.errors import CalibrationError, DataError, ModelError
 from qsdk.core.numerics.dtypes import float16
 from qsdk.verbs.files import load, save
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 
 Feeds = dict[str, np.ndarray]
 CONFIG = w4a8().layer("RmsNorm", "weight")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_models import calibrated, seeded
 
+from qsdk import quantize
 from qsdk.core.config.config import w4a8
 from qsdk.core.errors import CalibrationError, DataError
-from qsdk.verbs.quantize import quantize
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import stored_tensor
 from torch_bridge.walk.layer_walk import LayerWalk, walk_layers

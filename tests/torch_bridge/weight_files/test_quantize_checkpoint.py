@@ -24,7 +24,7 @@ import qsdk
 from qsdk.cli import main
 from qsdk.commands import quantize as checkpoint
 from qsdk.commands.data.tokens import token_batches
-from qsdk.verbs.checkpoints.quantize_checkpoint import RUN
+from qsdk.verbs.checkpoints import RUN
 
 DATA = token_rows(3, 12, VOCABULARY)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 from zoo_models import distinct
 
+from qsdk import calibrate, check_parity, export
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ModelError
-from qsdk.verbs.quantize import calibrate, check_parity, export
 from torch_bridge.calibrate import stored_values
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of, states
 
+from qsdk import check_parity, export
 from qsdk.core.errors import ModelError
-from qsdk.verbs.quantize import check_parity, export
 from torch_bridge.sim import QuantSim
 
 X = seeded(4, 8)

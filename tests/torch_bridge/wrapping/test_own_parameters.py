@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
+from qsdk import check_parity, export
 from qsdk.core.config.config import w4a8, w8a8
-from qsdk.verbs.quantize import check_parity, export
 from torch_bridge.sim import QuantSim
 
 X = seeded(4, 8)

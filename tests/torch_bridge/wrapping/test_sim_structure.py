@@ -36,11 +36,11 @@ from torch_models import (
 )
 
 from onnx_backend.opening.from_trace import open_traced
+from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
 from qsdk.core.numerics.dtypes import float16, int8, int32, uint8
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
-from qsdk.verbs.quantize import calibrate, export, quantize
 from torch_bridge.sim import QuantSim
 
 

@@ -26,9 +26,9 @@ from torch_models import (
     sim_of,
 )
 
+from qsdk import calibrate, quantize
 from qsdk.core.config.config import w8a8, w8a16
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, ModelError
-from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
 from torch_bridge.wrapping.wrapped_state import is_wrapped
 

@@ -1,4 +1,4 @@
-"""The verb that trains a sim to reproduce the float model; it is for the PyTorch side."""
+"""What serves training: losses of distillation, and schedules."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsdk.core.errors import ConfigError, DataError, ModelError
-from qsdk.core.sims.state import matches_site
+from qsdk.core.sims.state import matched_owners, matches_site
 from qsdk.core.sims.stateful import require_sim
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed
 from torch_bridge.torch_values.pytree import floats_of
-from torch_bridge.training.training import eval_mode
+from torch_bridge.training.training import ScheduleState, eval_mode
 
 SiteLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -230,3 +230,54 @@ def _require_reached(wanted: frozenset[str], seen: Mapping[str, Tensor], who: st
     missing = sorted(wanted - seen.keys())
     if missing:
         raise ModelError(f"{who} did not reach {', '.join(missing[:5])} with this batch; leave them out of sites=")
+
+
+Schedule = Callable[[QuantSim, int], None]
+
+
+def freeze_ranges(after: int, match: str = "*", *, until: int | None = None) -> Schedule:
+    """Return a schedule that holds ranges from some optimizer step on: they are not learned.
+
+    It holds them inside the training block only; `sim.freeze` outside of it does so for good.
+
+    Args:
+        after: number of optimizer steps.
+        match: as in `sim.freeze`: a pattern of owners or sites, `weights` or `activations`.
+        until: the step after which they move again; None for never.
+
+    Raises:
+        ConfigError: an empty span; when called, nothing matches, or no training block.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x := torch.randn(64, 8))
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> with sim.training(learn_scales=True, schedules=[qsdk.train.freeze_ranges(after=100)]) as model:
+        ...     _ = model(x)  # the loop of your training
+    """
+    if after < 0 or (until is not None and until <= after):
+        raise ConfigError(f"freeze_ranges({after}, until={until}) holds nothing; give steps from 0, in order")
+    return _FreezeRanges(after, match, until)
+
+
+@dataclass(frozen=True, eq=False)
+class _FreezeRanges:
+    after: int
+    match: str
+    until: int | None
+
+    def __call__(self, sim: QuantSim, step: int) -> None:
+        require_sim(sim)
+        state = sim.runtime.schedule_state if isinstance(sim, QuantSim) else None
+        if not isinstance(state, ScheduleState):
+            raise ConfigError(
+                "a schedule changes a sim of an nn.Module while it is trained; use it inside sim.training()"
+            )
+        holding = step >= self.after and (self.until is None or step < self.until)
+        if holding == (self in state.held) and step > 0:
+            return
+        matched = matched_owners(sim.plan, self.match, "freeze_ranges")  # also at step 0, for its errors
+        if holding:
+            state.held[self] = frozenset(matched)
+        else:
+            state.held.pop(self, None)

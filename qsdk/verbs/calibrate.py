@@ -1,12 +1,18 @@
-"""Data as training code has it, made into what verbs take: without labels, and only so much of it."""
+"""The verb `calibrate`, and data as training code has it, made into what verbs take."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
+from qsdk.algorithms.ranks import all_gather
 from qsdk.core.errors import ConfigError, DataError
+from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
+from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, run_of
+from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.doors.choose import Sim, door_of
 
 LABELS = frozenset({"labels", "label", "target", "targets"})
 
@@ -109,3 +115,51 @@ def first_batches(data: Any, count: int | None) -> Any:
         raise ConfigError(f"max_batches={count!r} leaves no data; give a whole number from 1, or None for all")
     whole = isinstance(data, Mapping | str | bytes) or hasattr(data, "shape") or not hasattr(data, "__iter__")
     return data if whole else FirstBatches(data, count)
+
+
+def calibrate(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    method: CalibrationMethod = "min_max",
+    weight_method: CalibrationMethod | None = None,
+    percentile: float = PERCENTILE,
+    max_batches: int | None = None,
+    **options: Unpack[DataOptions],
+) -> Report:
+    """Find an encoding for every site in one pass over the data.
+
+    Under `torchrun` every rank calls this with data of its own, and gets the encodings of all data together
+    (`moving_average` depends on an order: there it is the mean of the ranks' averages).
+
+    Shifts of biases by `correct_bias` or a layer solver are undone where a weight gets another encoding.
+
+    Args:
+        sim: of either side.
+        data: an iterable of tensors, tuples (positional) or mappings (keywords); `inputs_only` drops labels.
+        method: for activations. `min_max` (also `post_training_tf`) covers every value, and is the one to begin with;
+            `moving_average` follows the batches; `percentile` (also `post_training_percentile`), `mse`, `tf_enhanced`
+            (also `sqnr` and `post_training_tf_enhanced`) and `entropy` cut off outliers: try them where accuracy falls.
+        weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits.
+        percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
+        max_batches: batches to stop after, for a DataLoader of a whole training set; None for all.
+        options: `forward`, `progress`; see `qsdk.options`.
+
+    Raises:
+        ConfigError: an unknown method, a percentile outside 50..100, or `max_batches` below 1.
+        DataError: no data, data the model does not take, or NaN or inf (names site and batch).
+        CalibrationError: a site that no batch reached. In every case the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Linear(8, 4), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(model, x, "w4a8")
+        >>> qsdk.calibrate(sim, [x], method="mse", progress=False).summary["sites"]
+        3
+    """
+    run = run_of(calibrate, options)
+    door = door_of(sim)
+    batches = first_batches(data, max_batches)
+    methods: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
+    with without_shifts(sim):
+        return door.calibrate(batches, run.forward, progress=run.progress, gather=all_gather, **methods)

@@ -1,1 +1,0 @@
-"""From a checkpoint folder to an exported model, for weights that need not fit into memory."""

@@ -1,0 +1,256 @@
+"""The verbs `export`, to an ONNX file or a folder in the format compressed-tensors, and `check_parity`."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypedDict, Unpack
+
+from onnx import ModelProto
+
+from onnx_backend.data_passes.overflow import with_overflow
+from onnx_backend.data_passes.written_file import Opened, check_written
+from onnx_backend.export import Shapes, without_uncalibrated, write_model
+from onnx_backend.opening.plan_of_qdq import merge_provenance
+from onnx_backend.opening.stored_encodings import float_facts
+from onnx_backend.passes.integer_cache import has_integer_cache
+from onnx_backend.proto.write_file import StagedModel
+from onnx_backend.runtimes.registry import runtime_named
+from onnx_backend.sim import OnnxSim
+from qsdk.core.config.for_dialect import Dialect, RuntimeName
+from qsdk.core.encodings.provenance import provenance_of
+from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.ties import cache_edges
+from qsdk.core.report import Report
+from qsdk.core.run_options import DataOptions, require_keywords, run_of
+from qsdk.core.sims.biases import with_notes
+from qsdk.verbs.doors.choose import Door, Sim, door_of
+from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
+from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
+
+
+class FileOptions(TypedDict, total=False):
+    """What `export` takes that is about the files it writes."""
+
+    external_data: bool | None
+    shapes: Shapes | Mapping[str, Shapes] | None
+    cache: Literal["float", "integer"] | None
+    max_shard_bytes: int | None
+
+
+def export(
+    sim: Sim,
+    path: str | os.PathLike[str],
+    *,
+    format: Literal["onnx", "compressed-tensors"] = "onnx",
+    opset: int = 21,
+    dialect: Dialect = "onnxruntime",
+    uncalibrated: Literal["error", "float"] = "error",
+    prefer: Literal["speed", "size"] = "speed",
+    check: bool = True,
+    **options: Unpack[FileOptions],
+) -> Report:
+    """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
+
+    With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error.
+
+    Args:
+        sim: of either side.
+        path: of the model; an existing file is replaced only when the new one is complete.
+        format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
+        opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
+            8-bit types alone, with scales per tensor or channel.
+        dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
+            level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`; or `onnx`, the standard form without regard to one.
+        uncalibrated: `float` leaves sites without an encoding float.
+        check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
+            the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
+            cannot fail by it). What that session does differently, or why it was not asked, is `default_session` in
+            the summary; the rows have the `kernel` that runs each site, and `slow` names what is computed in floats for
+            nothing, with the cure.
+        prefer: `speed` stores 4-bit weights beside quantized activations in 8 bits for ONNX Runtime, whose integer
+            kernels read no others (the same numbers; `bytes_if_packed` in the summary is the size without it); `size`
+            packs them.
+        options: of the files. `shapes`: input name -> all of its sizes, or open axis -> its size; None leaves axes open
+            (those of dialect `qnn` are the example's). `{"prefill": {...}, "decode": {...}}` writes two files that
+            share their weights. `cache`: `integer` takes and gives quantized keys and values as codes; None: floats, or
+            as an opened file had it. `external_data`: whether large weights go to a file of their own,
+            `<path>.<hash>.data`; None for only where one file cannot hold them (2 GiB). `max_shard_bytes` of a file of
+            compressed-tensors; None for 5 GB.
+
+    Raises:
+        CalibrationError: sites without an encoding, with `uncalibrated="error"`.
+        ConfigError: an opset, a dialect or options that cannot be written.
+        ExportError: the folder cannot be written, torch cannot trace the model, the format has no field for a site, or
+            the file does not load in an ordinary session, ends its process or computes something else in it.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> qsdk.export(sim, folder + "/model.onnx").summary["bytes"] > 0
+        True
+    """
+    require_keywords(export, options)
+    door = door_of(sim)
+    plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
+    ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
+    encodings = door.encodings(ready)
+    choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
+    choices |= {"shapes": options.get("shapes"), "cache": options.get("cache"), "prefer": prefer}
+    if format != "onnx":
+        usual = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
+        not_for_it = [name for name, given in choices.items() if given != usual.get(name)]
+        return write_compressed(sim, plan, encodings, path, format, options.get("max_shard_bytes"), not_for_it)
+    if options.get("max_shard_bytes") is not None:
+        raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
+    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
+    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
+
+
+def check_parity(
+    sim: Sim,
+    model: OnnxSource,
+    data: Iterable[Any],
+    *,
+    runtime: RuntimeName | None = None,
+    **options: Unpack[DataOptions],
+) -> Report:
+    """Compare an exported model with its sim, site by site, each site fed with the sim's own input.
+
+    Args:
+        sim: of either side.
+        model: an exported file, or the model in it.
+        data: batches.
+        runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
+            level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64). The summary names the first site that is
+            more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where the default
+            session may differ from that on this processor, `default_session` in the summary says so.
+        options: `forward`, `progress`; see `qsdk.options`.
+
+    Raises:
+        ConfigError: the runtime is unknown or not installed.
+        ModelError: the runtime cannot compile the model.
+        FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
+        DataError: data that the model does not take.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")
+        >>> qsdk.check_parity(sim, folder + "/model.onnx", [x], progress=False).summary["weights_max_lsb"]
+        0.0
+    """
+    run = run_of(check_parity, options)
+    door, opened = door_of(sim), opened_qdq(model)
+    report = door.check_parity(opened, data, run.forward, run.progress, runtime)
+    if runtime not in (None, "onnxruntime"):
+        return report
+    return with_overflow(report, opened, in_session=runtime is not None)
+
+
+def write_onnx(
+    sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], options: Mapping[str, Any]
+) -> Report:
+    """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX.
+
+    Raises:
+        ConfigError: an unknown form of the cache, or all that `write_model` raises.
+    """
+    door, cache = door_of(sim), options["cache"]
+    if cache not in ("float", "integer", None):
+        raise ConfigError(f"cache={cache!r} is unknown; choose 'float', 'integer', or None for that of an opened file")
+    traced = door.traced()
+    integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
+    provenance = provenance_of(sim.config, sim.graph)
+    opened: dict[str, Opened] = {}
+    runtime = runtime_named(options["dialect"])
+    checked = options["check"] and runtime.opens
+    report = write_model(
+        traced.model,
+        plan,
+        encodings,
+        path,
+        provenance=provenance if sim.config is not None else merge_provenance(provenance, traced.model),
+        tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
+        weights=traced.weights,
+        in_use=door.files_read(),
+        integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
+        check=partial(_check, door, opened, runtime.simulates) if checked else None,
+        **{name: value for name, value in options.items() if name not in ("cache", "check")},
+    )
+    lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
+    return _with_session(Report(report.title, report.rows, {**report.summary, **lacking}), opened)
+
+
+def _with_session(report: Report, opened: Mapping[str, Opened]) -> Report:
+    """Return the report on an export with what an ordinary session of each file shows, the first one's kernels."""
+    said = [f"{one.said} ({name})" if len(opened) > 1 else one.said for name, one in opened.items() if one.said]
+    kernels = next((one.kernels for one in opened.values() if one.kernels), {})
+    rows = [{**row, "kernel": kernels.get(row["site"], "")} for row in report.rows] if kernels else report.rows
+    slow = list(dict.fromkeys(text for one in opened.values() for text in one.slow))
+    facts = {"default_session": "; ".join(said), "slow": slow}
+    return Report(report.title, rows, {**report.summary, **{name: fact for name, fact in facts.items() if fact}})
+
+
+def _is_output(note: str) -> bool:
+    """Return whether a note is about an output of the module that the file lacks."""
+    return note.startswith("output ")
+
+
+def _check(door: Door, opened: dict[str, Opened], strict: bool, file: StagedModel) -> None:
+    """Open a file that is about to be written as a user does, and note what that says.
+
+    Raises:
+        ExportError: it is wrong there.
+    """
+
+    def parity(model: ModelProto, batch: Any) -> Report:
+        return door.check_parity(model, [batch], None, False, "onnxruntime")
+
+    opened[file.path.name] = check_written(file, lambda: door.run_example(file.model), parity, strict=strict)
+
+
+def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:
+    """Return the names of the inputs and outputs that hold keys and values."""
+    inputs, outputs = cache_edges(sim.graph)
+    names = [sim.graph.tensors[tensor].name for tensor in sim.graph.inputs]
+    return [*(names[at] for at in inputs), *(marked.graph.output[at].name for at in outputs)]
+
+
+def write_compressed(
+    sim: Sim,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    path: str | os.PathLike[str],
+    format: str,
+    max_shard_bytes: int | None,
+    not_for_it: Sequence[str],
+) -> Report:
+    """Write a sim of an nn.Module as a folder in the format compressed-tensors.
+
+    Args:
+        sim: of the user.
+        plan: in force.
+        encodings: of its quantized sites.
+        path: of the folder.
+        format: what the user asked for.
+        max_shard_bytes: of a file; None for 5 GB.
+        not_for_it: options that the user gave, and that are for ONNX alone.
+
+    Raises:
+        ConfigError: another format, or options of ONNX.
+        ExportError: a sim of an ONNX model, or all that `write_folder` raises.
+    """
+    if format != "compressed-tensors":
+        raise ConfigError(f"format={format!r}; choose 'onnx' or 'compressed-tensors'")
+    if not_for_it:
+        raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format='compressed-tensors'")
+    if isinstance(sim, OnnxSim):
+        raise ExportError("compressed-tensors holds modules of PyTorch, not ONNX models; quantize the nn.Module")
+    door_of(sim).traced()  # refuses a model that has changed since it was quantized
+    return write_folder(sim, plan, encodings, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)
