@@ -325,8 +325,8 @@ def _load_pretrained(folder: Path, example: Any, model: nn.Module | None, option
     path = folder / SIM_FILE
     if not path.is_file():
         raise FileFormatError(
-            f"{os.fspath(folder)} is a folder; it holds no {SIM_FILE}: write it with sim.model.save_pretrained(folder), "
-            "outside of a training block, or quantize the float model anew"
+            f"{os.fspath(folder)} is a folder; it holds no {SIM_FILE}: write it with "
+            "sim.model.save_pretrained(folder), outside of a training block, or quantize the float model anew"
         )
     file = read_sim(path)
     if model is None:
