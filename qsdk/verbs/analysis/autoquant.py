@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from qsdk.core import run_options
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.config.for_dialect import TimedRuntime
 from qsdk.core.errors import ConfigError
@@ -125,8 +124,7 @@ def autoquant(
     data = list(data) if isinstance(data, Iterator) else data
     times = {} if max_ms is None else {"max_ms": max_ms, "runtime": options.get("runtime", "onnxruntime")}
     total = 2 + (max_bytes is not None) + len(steps) + smaller
-    shared = run_options.options(progress=run.progress, forward=run.forward)
-    with shared, progress_of("autoquant", total, show=run.progress, unit="step") as bar:
+    with progress_of("autoquant", total, show=run.progress, unit="step") as bar:
         bar.now(_PRESET)
         fast = config is None and times.get("runtime") == "onnxruntime"
         first = w8a8().for_dialect("onnxruntime") if fast else config or w8a8()
@@ -236,6 +234,8 @@ class _Path:
     ) -> None:
         self.sim, self.data, self.metric, self.run, self.bar = sim, data, metric, run, bar
         self.max_drop, self.max_bytes, self.times = max_drop, max_bytes, times
+        # of the verbs that are called here; a metric that calls others gives them its own
+        self.shared: dict[str, Any] = {"forward": run.forward, "progress": run.progress}
         self.search = {**times, "max_drop": max_drop, "max_evaluations": EVALUATIONS}
         self.reference = self.seconds = self.measuring = 0.0
         self.evaluations, self.met = 0, True
@@ -314,7 +314,7 @@ class _Path:
         lowered: list[str] = []
 
         def preset() -> tuple[None, str]:
-            calibrate(self.sim, self.data)
+            calibrate(self.sim, self.data, **self.shared)
             with door_of(self.sim).quantizing_only(()):
                 self.reference = self.measured()
             return None, ""
@@ -357,7 +357,7 @@ class _Path:
         """Call a verb, and undo what it did unless the metric is better."""
 
         def act() -> tuple[None, str]:
-            step.verb(self.sim, self.data, **step.options)
+            step.verb(self.sim, self.data, **step.options, **self.shared)
             return None, ""
 
         before = self.here
@@ -387,7 +387,7 @@ class _Path:
 
     def mixed(self, given: Mapping[str, Any], note: Callable[[int], str]) -> tuple[float, str]:
         """Raise sites, and return the metric and the note of how many."""
-        report = mixed_precision(self.sim, self.data, lambda _: self.measured(), **given)
+        report = mixed_precision(self.sim, self.data, lambda _: self.measured(), **given, **self.shared)
         self.ranking, self.met = report.summary["ranking"], report.summary["met"]
         return next(row["metric"] for row in report.rows if row["chosen"]), note(len(report.summary["raised"]))
 
@@ -431,7 +431,7 @@ class _Path:
         def act() -> tuple[float, str]:
             for site in sites:
                 self.sim.set_precision(site, weight="int4")
-            seq_mse(self.sim, self.data, seed=self.run.seed)
+            seq_mse(self.sim, self.data, seed=self.run.seed, **self.shared)
             return self.mixed(given, lambda raised: f"{len(sites) - raised} of {len(sites)} weights of 8 bits keep 4")
 
         before = self.here
