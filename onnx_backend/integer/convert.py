@@ -54,24 +54,18 @@ _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10
 
 @dataclass(frozen=True)
 class IntegerResult:
-    """An integer-only model with the proof of its conversion.
+    """An integer-only model with the proof of its conversion."""
 
-    Attributes:
-        model: the integer model.
-        certificate: plain values: hashes, edges, one row per requantization.
-        report: rows per requantization; summary `float_tensors`, `quantize_nodes`, `max_lsb` (None until measured).
-        sites: name of every QuantizeLinear's output in the Q/DQ model -> its codes; not all of them are in `model`.
-        operations: the recorded operations that are read, in order, before the target wrote them as nodes.
-        constants: the constants that the operations read.
-        origins: name of a node or tensor of the Q/DQ model -> op type and name of the node that the user knows it by.
-    """
-
-    model: ModelProto
-    certificate: dict[str, Any]
+    model: ModelProto  # the integer model
+    certificate: dict[str, Any]  # plain values: hashes, edges, one row per requantization
+    # rows per requantization; summary `float_tensors`, `quantize_nodes`, `max_lsb` (None until measured)
     report: Report
+    # name of every QuantizeLinear's output in the Q/DQ model -> its codes; not all of them are in `model`
     sites: Mapping[str, Codes]
+    # the recorded operations that are read, in order, before the target wrote them as nodes
     operations: tuple[Operation, ...] = ()
-    constants: tuple[TensorProto, ...] = ()
+    constants: tuple[TensorProto, ...] = ()  # the constants that the operations read
+    # name of a node or tensor of the Q/DQ model -> op type and name of the node that the user knows it by
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
@@ -100,10 +94,6 @@ def convert(
             and gives integers, with scale and zero point in the model's metadata.
         rounding: of exact ties in the requantization; `gemmlowp` rounds twice. Kernels round ties to even.
         allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
-
-    Raises:
-        ConfigError: an option that does not exist in this version.
-        IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
     _require_options(target, edges, rounding, allow_float)
     used = KernelChoice(signed=not products_saturate()) if target == "onnxruntime" else None
@@ -262,11 +252,7 @@ def _assembled(
 def _rewrite(
     model: ModelProto, b: Builder, exact: set[str], bounds: Mapping[str, tuple[int, int]], source: ModelProto
 ) -> None:
-    """Rewrite a model in operators and ranges that every runtime computes exactly.
-
-    Raises:
-        IntegerError: naming every node without such a form.
-    """
+    """Rewrite a model in operators and ranges that every runtime computes exactly."""
     refused = rewritten(model, b, exact, bounds, HANDLERS)
     if refused:
         known = origins(source.graph.node)

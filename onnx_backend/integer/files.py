@@ -43,10 +43,6 @@ def write_integer(
     """Convert a Q/DQ model, measure the result and write it with its certificate; `options` are those of `convert`.
 
     Float tensors of other types count as float32, also at the edges and in the measurement.
-
-    Raises:
-        IntegerError: lists every node that has no integer form, with its reason and remedy.
-        ConfigError: an option or shapes that do not exist, or float edges for a file whose cache is integers.
     """
     if has_integer_cache(model) and options.get("edges") != "integer":
         raise ConfigError(

@@ -28,9 +28,6 @@ def prepare(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
     Args:
         model: a Q/DQ model; it is not changed, and given back as it is where there is nothing to write out.
         allow_float: shell globs over names and op types of nodes that may stay float; those stay composed.
-
-    Raises:
-        IntegerError: the model has no outputs, or an operator cannot be written out.
     """
     if not model.graph.output:
         raise IntegerError("the model has no outputs, so there is nothing to compute; export it again")

@@ -13,11 +13,7 @@ _FIRST, _TRIAL = 2, (16, 32)  # sizes of a first axis and of others with which a
 
 
 def sizes_of(model: ModelProto, batch: Any) -> list[dict[str, list[int | None]]]:
-    """Return the sizes of a batch for inputs with open axes: with the first axes left open, and all fixed.
-
-    Raises:
-        DataError: the model does not take it.
-    """
+    """Return the sizes of a batch for inputs with open axes: with the first axes left open, and all fixed."""
     feeds = as_feeds(batch, simulation_session(model).get_inputs(), "batch 0 of data=")
     return _in_turn(open_inputs(model), {name: value.shape for name, value in feeds.items()})
 

@@ -40,23 +40,14 @@ _NEAR = 2.0**-24
 
 @dataclass(frozen=True)
 class Curve:
-    """The known properties of a function.
+    """The known properties of a function."""
 
-    Attributes:
-        bend: bound of its second derivative, on both sides of 0 (the slope may jump at 0).
-        slope: bound of its first derivative.
-        reach: beyond plus or minus this it is a straight line up to `tail`.
-        tail: bound of its difference from those lines.
-        left: slope of the line on the left.
-        right: slope of the line on the right.
-    """
-
-    bend: float
-    slope: float
-    reach: float
-    tail: float
-    left: float = 0.0
-    right: float = 0.0
+    bend: float  # bound of its second derivative, on both sides of 0 (the slope may jump at 0)
+    slope: float  # bound of its first derivative
+    reach: float  # beyond plus or minus this it is a straight line up to `tail`
+    tail: float  # bound of its difference from those lines
+    left: float = 0.0  # slope of the line on the left
+    right: float = 0.0  # slope of the line on the right
 
 
 def _elu(attrs: Attributes) -> Curve:
@@ -92,11 +83,7 @@ CURVES: Mapping[str, Callable[[Attributes], Curve]] = MappingProxyType(
 
 
 def bent(ctx: LoweringContext, value: FixedPoint, function: Callable[[Array], Array], curve: Curve) -> FixedPoint:
-    """Write `function(value)` for a function of which `curve` holds.
-
-    Raises:
-        Refused: the value's range is too wide for its resolution.
-    """
+    """Write `function(value)` for a function of which `curve` holds."""
     value = narrow_to(ctx, single_scale(ctx, require_unmasked(value)), 40)
     if float(value.scale) < 0:
         curve = replace(curve, left=-curve.right, right=-curve.left)

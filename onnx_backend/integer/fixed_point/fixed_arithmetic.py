@@ -27,11 +27,7 @@ GUARD = 24
 
 
 def error_of_exponential(off: float) -> float:
-    """Return the relative error of an exponential whose argument may be off by so much.
-
-    Raises:
-        Refused: it is as good as unbounded; a sum of float32 products of unknown size has such an argument.
-    """
+    """Return the relative error of an exponential whose argument may be off by so much."""
     if off > _OFF_BY_FAR:
         raise Refused(
             f"its input may be off by {off:.3g} in integer arithmetic, and it takes exponentials",
@@ -53,11 +49,7 @@ def int64_value(
 
 
 def require_unmasked(value: FixedPoint) -> FixedPoint:
-    """Return a value that has no infinities.
-
-    Raises:
-        Refused: a mask of infinities was added to it.
-    """
+    """Return a value that has no infinities."""
     if value.infinite:
         raise Refused("its input was divided by a tensor that can be 0", "clip the divisor away from 0")
     if value.masked:
@@ -267,9 +259,6 @@ def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], fi
         reals: values outside these real bounds may be clipped to them.
         finest: unit that the clipped values need not be finer than; where int32 holds the whole range in such units,
             nothing is clipped.
-
-    Raises:
-        Refused: an infinity is in the value and the bounds do not clip the number that represents it.
     """
     if value.infinite and value.infinite < max(abs(real) for real in reals):
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")

@@ -32,11 +32,7 @@ def of_constant(ctx: LoweringContext, values: Array | int) -> Int32:
 
 
 def operation(ctx: LoweringContext, op_type: str, x: Int32, y: Int32 | int, within: Bounds | None = None) -> Int32:
-    """Write `x + y`, `x - y` or `x * y` (`Add`, `Sub`, `Mul`), with bounds that are proven to be `within` where given.
-
-    Raises:
-        Refused: the bounds are beyond int32.
-    """
+    """Write `x + y`, `x - y` or `x * y` (`Add`, `Sub`, `Mul`), with bounds that are proven to be `within` where given."""
     other = of_constant(ctx, y) if isinstance(y, int) else y
     pairs = [(a, b) for a in (x.lo, x.hi) for b in (other.lo, other.hi)]
     ends = [a + b if op_type == "Add" else a - b if op_type == "Sub" else a * b for a, b in pairs]
@@ -66,11 +62,7 @@ def multiply(ctx: LoweringContext, x: Int32, y: Int32 | int, within: Bounds | No
 
 
 def shifted(ctx: LoweringContext, x: Int32, by: int) -> Int32:
-    """Write `x >> by` of numbers that are not negative.
-
-    Raises:
-        Refused: they can be negative.
-    """
+    """Write `x >> by` of numbers that are not negative."""
     if x.lo < 0:
         raise Refused("it shifts a number that can be negative", "report it as a defect")
     if not by:
@@ -97,11 +89,7 @@ def looked_up(ctx: LoweringContext, table: Array, index: Int32) -> Int32:
 
 
 def summed(ctx: LoweringContext, x: Int32, axes: Sequence[int], within: Bounds, count: int = 0) -> Int32:
-    """Write the sums of `count` numbers each, 0 if it is unknown, along axes, which are left out.
-
-    Raises:
-        Refused: they can leave int32.
-    """
+    """Write the sums of `count` numbers each, 0 if it is unknown, along axes, which are left out."""
     if within[0] < _LEAST or within[1] > _MOST:
         raise Refused(f"its sums can reach {max(-within[0], within[1])}", "use smaller rows")
     name = ctx.node("ReduceSum", [x.name, ctx.constant64(np.asarray(axes))], keepdims=0)

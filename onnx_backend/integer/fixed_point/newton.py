@@ -35,19 +35,12 @@ _EPSILON_BITS = 24
 
 @dataclass(frozen=True)
 class Normalized:
-    """A positive int64 tensor shifted left: `name = integers * 2**shift`, in [2**(62 - step), 2**62).
+    """A positive int64 tensor shifted left: `name = integers * 2**shift`, in [2**(62 - step), 2**62)."""
 
-    Attributes:
-        name: the shifted tensor, int64.
-        shift: how far, an int32 tensor, a multiple of `step`.
-        least: smallest shift within the static bounds.
-        most: largest shift within the static bounds.
-    """
-
-    name: str
-    shift: str
-    least: int
-    most: int
+    name: str  # the shifted tensor, int64
+    shift: str  # how far, an int32 tensor, a multiple of `step`
+    least: int  # smallest shift within the static bounds
+    most: int  # largest shift within the static bounds
 
 
 def normalize(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized:
@@ -105,11 +98,7 @@ def integer_root(ctx: LoweringContext, name: str) -> str:
 
 
 def square_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
-    """Write the square root of a value that is not negative.
-
-    Raises:
-        Refused: the value can be negative.
-    """
+    """Write the square root of a value that is not negative."""
     value = _positive(ctx, value, least=0)
     shifted = normalize(ctx, value, 2)
     root = integer_root(ctx, shifted.name)
@@ -133,11 +122,7 @@ def square_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
 
 
 def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
-    """Write `1 / sqrt(value)` of a value whose static bounds are positive.
-
-    Raises:
-        Refused: the value can be 0 or negative.
-    """
+    """Write `1 / sqrt(value)` of a value whose static bounds are positive."""
     value = _positive(ctx, value, least=1)
     shifted = normalize(ctx, value, 2)
     spare = (shifted.most - shifted.least) // 2
@@ -162,11 +147,7 @@ def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
 
 
 def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
-    """Write the reciprocal of a value whose static bounds exclude 0.
-
-    Raises:
-        Refused: the value can be 0.
-    """
+    """Write the reciprocal of a value whose static bounds exclude 0."""
     value, off = _divisor(ctx, value)
     shifted = normalize(ctx, value, 1)
     quotient = _mantissa_of_reciprocal(ctx, shifted)
@@ -194,9 +175,6 @@ def quotient(ctx: LoweringContext, numerator: FixedPoint, divisor: FixedPoint) -
 
     No fixed point holds both ends of such a reciprocal as finely as a product needs: each element's product with the
     mantissa of the reciprocal is shifted by that element's own exponent.
-
-    Raises:
-        Refused: the divisor can be 0.
     """
     divisor, off = _divisor(ctx, divisor)
     shifted = normalize(ctx, divisor, 1)
@@ -252,9 +230,6 @@ def logarithm(ctx: LoweringContext, value: FixedPoint, least: float = 0.0) -> Fi
         ctx: where nodes are written.
         value: of static bounds that are positive, or that `least` is to make positive.
         least: a number that stands for every value below it; 0 for none.
-
-    Raises:
-        Refused: the value can be 0 or negative.
     """
     zero = _number_of_zero(value, least)
     if zero:

@@ -56,9 +56,6 @@ def to_fixed(ctx: LoweringContext, value: Value | None, what: str = "its input",
         value: codes, a function of codes, an accumulator, a constant, a Concat of these, or fixed point already.
         what: the name of the value in a refusal.
         most: bits of the table where the value is no exact multiple of anything.
-
-    Raises:
-        Refused: the value has no integers: a graph input, or a function that is not finite.
     """
     if isinstance(value, FixedPoint):
         return value
@@ -193,11 +190,7 @@ def _of_terms(ctx: LoweringContext, value: Linear) -> FixedPoint:
 
 
 def clip(ctx: LoweringContext, value: FixedPoint, lo: float, hi: float) -> FixedPoint:
-    """Write `clip(value, lo, hi)`, both bounds rounded to the value's grid.
-
-    Raises:
-        Refused: a mask of infinities was added to the value and the lower bound would make it finite.
-    """
+    """Write `clip(value, lo, hi)`, both bounds rounded to the value's grid."""
     if value.masked and lo > value.floor:
         raise Refused("it clips a mask of infinities", "clip in front of the mask")
     value = single_scale(ctx, value)
@@ -307,11 +300,7 @@ def _one_of(ctx: LoweringContext, condition: str, yes: FixedPoint, no: FixedPoin
 
 
 def move_integers(ctx: LoweringContext, value: FixedPoint, step: Movement) -> FixedPoint:
-    """Write a movement of the integers: a Reshape, Transpose, Slice, Expand, Pad, ...
-
-    Raises:
-        Refused: the movement compares values.
-    """
+    """Write a movement of the integers: a Reshape, Transpose, Slice, Expand, Pad, ..."""
     kind = step.node.op_type
     if kind in ("MaxPool", "ReduceMax", "GlobalMaxPool"):
         raise Refused("it compares values that are not quantized", _BETWEEN)

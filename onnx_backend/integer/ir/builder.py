@@ -20,17 +20,11 @@ from qsdk.core.numerics.fixed_point import HIGH_MUL, MAX_SHIFT, Rounding
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How sums have been moved whose channels hold the phases of a larger image.
+    """How sums have been moved whose channels hold the phases of a larger image."""
 
-    Attributes:
-        source: the sums, not moved.
-        phases: of a channel; they follow one another.
-        move: moves a tensor in the same way and gives its name.
-    """
-
-    source: str
-    phases: int
-    move: Callable[[str], str]
+    source: str  # the sums, not moved
+    phases: int  # of a channel; they follow one another
+    move: Callable[[str], str]  # moves a tensor in the same way and gives its name
 
     def unmoved(self, value: Linear) -> Linear | None:
         """Return a value of the moved sums as one of the others; None where it depends on more than the channel."""
@@ -141,9 +135,6 @@ def requantize(b: Builder, value: Linear, encoding: ActivationEncoding, name: st
 
     The clip of a Relu or Clip is folded into the saturation, and ties are rounded up wherever no accumulator within
     the static bounds can tie, which every rounding then agrees with.
-
-    Raises:
-        Refused: a multiplier is too large for a fixed point.
     """
     shuffle = b.shuffles.get(value.terms[0].name) if len(value.terms) == 1 else None
     if shuffle is not None and (unmoved := shuffle.unmoved(value)) is not None:
@@ -207,9 +198,6 @@ def look_up(b: Builder, value: Lookup, encoding: ActivationEncoding, name: str) 
     """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
 
     The table holds the result of QuantizeLinear for each input code, so it is exact by construction.
-
-    Raises:
-        Refused: one of the values is not a number.
     """
     if np.any(np.isnan(value.values)):
         raise Refused(

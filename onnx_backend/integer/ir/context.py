@@ -148,11 +148,7 @@ class LoweringContext(Builder):
         self.undefined: dict[str, str] = {}
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
-        """Return static dimensions of a tensor of the Q/DQ model.
-
-        Raises:
-            Refused: the rank or one of the dimensions is not static.
-        """
+        """Return static dimensions of a tensor of the Q/DQ model."""
         shape = self.shapes.get(tensor)
         found = [None] if shape is None else [shape[axis] for axis in axes]
         sizes = [size for size in found if size is not None]
@@ -161,11 +157,7 @@ class LoweringContext(Builder):
         return sizes
 
     def rank(self, tensor: str) -> int:
-        """Return the rank of a tensor of the Q/DQ model.
-
-        Raises:
-            Refused: shape inference could not find it.
-        """
+        """Return the rank of a tensor of the Q/DQ model."""
         shape = self.shapes.get(tensor)
         if shape is None:
             raise Refused(f"how many axes {tensor!r} has is unknown", FIXED_SIZES)
@@ -206,11 +198,7 @@ def label(node: NodeProto) -> str:
 
 
 def integer_name(ctx: LoweringContext, value: Value | None) -> str:
-    """Return the integer model's name of an integer tensor; a constant is written first.
-
-    Raises:
-        Refused: the value is not an integer tensor.
-    """
+    """Return the integer model's name of an integer tensor; a constant is written first."""
     if value is None:
         return ""
     if isinstance(value, Codes):
@@ -228,11 +216,7 @@ def constant_integers(value: Value | None) -> list[int] | None:
 
 
 def reduced_axes(ctx: LoweringContext, node: NodeProto, args: Args) -> list[int] | None:
-    """Return the axes that a reduction sums over, in order; None if it returns its input as it is.
-
-    Raises:
-        Refused: they are not constant.
-    """
+    """Return the axes that a reduction sums over, in order; None if it returns its input as it is."""
     attrs = attributes(node)
     axes: Sequence[int] | None = attrs.get("axes")
     if len(args) > 1 and args[1] is not None:
@@ -248,11 +232,7 @@ def reduced_axes(ctx: LoweringContext, node: NodeProto, args: Args) -> list[int]
 
 
 def require_codes(value: Value | None, what: str = "its input") -> tuple[str, ActivationEncoding]:
-    """Return the codes and encoding of a quantized operand.
-
-    Raises:
-        Refused: the operand does not come straight from a DequantizeLinear.
-    """
+    """Return the codes and encoding of a quantized operand."""
     if isinstance(value, Lookup) and value.encoding is not None:
         return value.name, value.encoding
     if isinstance(value, Constant):
@@ -298,11 +278,7 @@ def concat_codes(ctx: LoweringContext, value: Value, name: str) -> Value:
 
 
 def _largest_of_slices(ctx: LoweringContext, node: NodeProto, codes: str, name: str) -> str:
-    """Emit MaxPool of int32 codes, for which it has no kernel: the Max of one strided slice per tap, axis by axis.
-
-    Raises:
-        Refused: its sizes are not static, or its padding is given as a rule.
-    """
+    """Emit MaxPool of int32 codes, for which it has no kernel: the Max of one strided slice per tap, axis by axis."""
     attrs = attributes(node)
     if attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise Refused("a MaxPool of 16 bits with auto_pad", "write its pads as numbers")

@@ -39,37 +39,21 @@ class CodesReader(SingleResult):
 
 @dataclass(frozen=True)
 class Accumulation(CodesReader):
-    """The int32 sum of products of a layer with a constant weight.
+    """The int32 sum of products of a layer with a constant weight."""
 
-    Attributes:
-        op_type: `Conv` or `MatMul`.
-        codes: the uint8 activation.
-        encoding: of the activation.
-        weight: int64, its zero point subtracted.
-        zero: the number added to the weight to store it unsigned.
-        bits: in which it is stored: 8, 4 or 2.
-        scale: float64, of the weight: shape () or (channels,).
-        attributes: of the Conv.
-        weight_first: True if the weight is the left operand of the MatMul.
-        stem: name of the weight in the Q/DQ model.
-        result: name of the accumulator.
-        label: the node of the Q/DQ model.
-        rank: of the activation, None if it is not known.
-    """
-
-    op_type: str
-    codes: str
-    encoding: ActivationEncoding
-    weight: Array
-    zero: int
-    bits: int
-    scale: Array
-    attributes: Mapping[str, Any]
-    weight_first: bool
-    stem: str
-    result: str
-    label: str
-    rank: int | None = None
+    op_type: str  # `Conv` or `MatMul`
+    codes: str  # the uint8 activation
+    encoding: ActivationEncoding  # of the activation
+    weight: Array  # int64, its zero point subtracted
+    zero: int  # the number added to the weight to store it unsigned
+    bits: int  # in which it is stored: 8, 4 or 2
+    scale: Array  # float64, of the weight: shape () or (channels,)
+    attributes: Mapping[str, Any]  # of the Conv
+    weight_first: bool  # True if the weight is the left operand of the MatMul
+    stem: str  # name of the weight in the Q/DQ model
+    result: str  # name of the accumulator
+    label: str  # the node of the Q/DQ model
+    rank: int | None = None  # of the activation, None if it is not known
 
 
 @dataclass(frozen=True)
@@ -98,97 +82,56 @@ class Product(SingleResult):
 
 @dataclass(frozen=True)
 class WindowSum(CodesReader):
-    """The int32 sum of `codes - zero point` over pooling windows (`attributes` of the pool) or over whole axes.
+    """The int32 sum of `codes - zero point` over pooling windows (`attributes` of the pool) or over whole axes."""
 
-    Attributes:
-        op_type: `AveragePool` or `ReduceSum`.
-        codes: the uint8 activation.
-        encoding: of the activation.
-        attributes: kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes.
-        result: name of the sum.
-        label: the node of the Q/DQ model.
-        rank: of the activation.
-        channels: of the activation, for windows.
-        axes: reduced axes, for whole axes.
-        count: number of summed elements along the axes.
-    """
-
-    op_type: str
-    codes: str
-    encoding: ActivationEncoding
-    attributes: Mapping[str, Any]
-    result: str
-    label: str
-    rank: int
-    channels: int = 0
-    axes: tuple[int, ...] = ()
-    count: int = 0
+    op_type: str  # `AveragePool` or `ReduceSum`
+    codes: str  # the uint8 activation
+    encoding: ActivationEncoding  # of the activation
+    attributes: Mapping[str, Any]  # kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes
+    result: str  # name of the sum
+    label: str  # the node of the Q/DQ model
+    rank: int  # of the activation
+    channels: int = 0  # of the activation, for windows
+    axes: tuple[int, ...] = ()  # reduced axes, for whole axes
+    count: int = 0  # number of summed elements along the axes
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """The Softmax of codes along one axis, which some targets compute without its accumulators.
+    """The Softmax of codes along one axis, which some targets compute without its accumulators."""
 
-    Attributes:
-        codes: the uint8 scores.
-        encoding: of the scores.
-        axis: along which the exponentials are summed.
-        length: of the axis.
-        rank: of the scores, None if it is not known.
-    """
-
-    codes: str
-    encoding: ActivationEncoding
-    axis: int
-    length: int
-    rank: int | None = None
+    codes: str  # the uint8 scores
+    encoding: ActivationEncoding  # of the scores
+    axis: int  # along which the exponentials are summed
+    length: int  # of the axis
+    rank: int | None = None  # of the scores, None if it is not known
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of exponentials in the sums of their rows, which some targets compute without their accumulators.
+    """The shares of exponentials in the sums of their rows, which some targets compute without their accumulators."""
 
-    Attributes:
-        index: int32, places in the table.
-        table: the exponentials in units of 2**-30, of which every row has a largest of 1.
-        axis: of a row.
-        length: of a row.
-        missing: a bool tensor without the axis, true for rows whose shares are 0; empty if there are none.
-        error: bound of the error of a share, from its scores and from the table.
-    """
-
-    index: str
-    table: Array
-    axis: int
-    length: int
-    missing: str
-    error: float
+    index: str  # int32, places in the table
+    table: Array  # the exponentials in units of 2**-30, of which every row has a largest of 1
+    axis: int  # of a row
+    length: int  # of a row
+    missing: str  # a bool tensor without the axis, true for rows whose shares are 0; empty if there are none
+    error: float  # bound of the error of a share, from its scores and from the table
 
 
 @dataclass(frozen=True)
 class Requantization(SingleResult):
-    """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
+    """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation."""
 
-    Attributes:
-        value: the accumulators; moves in `value.after` are not part of it.
-        encoding: of the result.
-        plan: the fixed-point constants.
-        rounding: of exact ties; `half_up` wherever none can occur.
-        bounds: smallest and largest code (a Relu or Clip folded in).
-        result: name of the codes.
-        label: the node of the Q/DQ model.
-        row: its row of the certificate.
-        softmax: the Softmax of codes, or the shares of rows, that the accumulators hold, if they hold one.
-    """
-
-    value: Linear
-    encoding: ActivationEncoding
-    plan: RequantMultiplier
-    rounding: str
-    bounds: tuple[int, int]
-    result: str
-    label: str
-    row: dict[str, Any] = field(compare=False)
+    value: Linear  # the accumulators; moves in `value.after` are not part of it
+    encoding: ActivationEncoding  # of the result
+    plan: RequantMultiplier  # the fixed-point constants
+    rounding: str  # of exact ties; `half_up` wherever none can occur
+    bounds: tuple[int, int]  # smallest and largest code (a Relu or Clip folded in)
+    result: str  # name of the codes
+    label: str  # the node of the Q/DQ model
+    row: dict[str, Any] = field(compare=False)  # its row of the certificate
+    # the Softmax of codes, or the shares of rows, that the accumulators hold, if they hold one
     softmax: Softmax | Shares | None = None
 
     @property
@@ -199,27 +142,17 @@ class Requantization(SingleResult):
 
 @dataclass(frozen=True)
 class Table(CodesReader):
-    """Codes to codes by a table with one entry per code.
+    """Codes to codes by a table with one entry per code."""
 
-    Attributes:
-        codes: the uint8 tensor that indexes it.
-        table: int64, one code of the result per code.
-        encoding: of the result.
-        plain: the encoding of the codes where the table only takes them to another encoding, else None.
-        function: the one ONNX op that it computes, else None.
-        result: name of the codes.
-        label: the node of the Q/DQ model.
-        row: its row of the certificate.
-    """
-
-    codes: str
-    table: Array
-    encoding: ActivationEncoding
+    codes: str  # the uint8 tensor that indexes it
+    table: Array  # int64, one code of the result per code
+    encoding: ActivationEncoding  # of the result
+    # the encoding of the codes where the table only takes them to another encoding, else None
     plain: ActivationEncoding | None
-    function: Function | None
-    result: str
-    label: str
-    row: dict[str, Any] = field(compare=False)
+    function: Function | None  # the one ONNX op that it computes, else None
+    result: str  # name of the codes
+    label: str  # the node of the Q/DQ model
+    row: dict[str, Any] = field(compare=False)  # its row of the certificate
 
     @property
     def clips(self) -> bool:

@@ -23,35 +23,20 @@ _FINE = 12
 
 @dataclass(frozen=True)
 class RequantMultiplier:
-    """The constants of one requantization, all int64 arrays that broadcast against the tensor.
+    """The constants of one requantization, all int64 arrays that broadcast against the tensor."""
 
-    Attributes:
-        mantissas: one per term.
-        shift: right shift, 1..62.
-        addend: the sum of zero points, biases and constants, without the half unit of rounding.
-        low: smallest value of products + addend.
-        high: largest value of products + addend.
-        ties: True if an exact tie can occur for some accumulator within the bounds.
-        bound: largest magnitude of a term with its zero point or bias applied.
-        error: how far the value before its rounding can be from the real one, in output steps, exactly.
-    """
-
-    mantissas: tuple[Array, ...]
-    shift: Array
-    addend: Array
-    low: Array
-    high: Array
-    ties: bool
-    bound: int
-    error: Fraction
+    mantissas: tuple[Array, ...]  # one per term
+    shift: Array  # right shift, 1..62
+    addend: Array  # the sum of zero points, biases and constants, without the half unit of rounding
+    low: Array  # smallest value of products + addend
+    high: Array  # largest value of products + addend
+    ties: bool  # True if an exact tie can occur for some accumulator within the bounds
+    bound: int  # largest magnitude of a term with its zero point or bias applied
+    error: Fraction  # how far the value before its rounding can be from the real one, in output steps, exactly
 
 
 def requant_multiplier(value: Linear, encoding: ActivationEncoding) -> RequantMultiplier:
-    """Return the fixed-point constants that requantize `value` to `encoding`.
-
-    Raises:
-        Refused: a multiplier is too large for a fixed point.
-    """
+    """Return the fixed-point constants that requantize `value` to `encoding`."""
     ratios = [term.scale / np.float64(encoding.scale) for term in value.terms]
     single = len(ratios) == 1 and not np.any(value.constant) and bool(np.all(ratios[0] > 0))
     if single:

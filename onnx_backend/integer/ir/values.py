@@ -22,40 +22,24 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """Fixed point between quantizers: `value = integers * scale + constant`, with static bounds and errors.
+    """Fixed point between quantizers: `value = integers * scale + constant`, with static bounds and errors."""
 
-    Attributes:
-        name: an int32 (`narrow`) or int64 tensor of the integer model.
-        scale: float64, broadcasts against the tensor; its sign is free.
-        lo: smallest value the integers can have.
-        hi: largest value the integers can have.
-        constant: float64 addend that broadcasts against the tensor.
-        narrow: True if the tensor is int32.
-        error: bound of the difference between the integers and the real value, in units of `scale`.
-        relative: bound of a further difference, as a share of the integer's magnitude.
-        masked: a bool tensor, true where the value is `floor` for any integers; empty if nowhere.
-        floor: the masked value: minus infinity, or a number so low that it swallows any number added to it.
-        infinite: where a division by 0 is possible, the least magnitude that means infinity; else 0.
-        missing: True if the value is NaN where a whole row is masked; the integers are 0 there.
-        typed: True if the bounds are those of an integer type, which no number should reach: where bits run out,
-            larger integers saturate.
-        source: name of the node that computed it, for the certificate.
-    """
-
-    name: str
-    scale: Array
-    lo: int
-    hi: int
-    constant: Array = field(default_factory=lambda: np.zeros(()))
-    narrow: bool = False
-    error: float = 0.0
-    relative: float = 0.0
-    masked: str = ""
-    floor: float = 0.0
-    infinite: float = 0.0
-    missing: bool = False
+    name: str  # an int32 (`narrow`) or int64 tensor of the integer model
+    scale: Array  # float64, broadcasts against the tensor; its sign is free
+    lo: int  # smallest value the integers can have
+    hi: int  # largest value the integers can have
+    constant: Array = field(default_factory=lambda: np.zeros(()))  # float64 addend that broadcasts against the tensor
+    narrow: bool = False  # True if the tensor is int32
+    error: float = 0.0  # bound of the difference between the integers and the real value, in units of `scale`
+    relative: float = 0.0  # bound of a further difference, as a share of the integer's magnitude
+    masked: str = ""  # a bool tensor, true where the value is `floor` for any integers; empty if nowhere
+    floor: float = 0.0  # the masked value: minus infinity, or a number so low that it swallows any number added to it
+    infinite: float = 0.0  # where a division by 0 is possible, the least magnitude that means infinity; else 0
+    missing: bool = False  # True if the value is NaN where a whole row is masked; the integers are 0 there
+    # True if the bounds are those of an integer type, which no number should reach: where bits run out, larger
+    # integers saturate
     typed: bool = False
-    source: str = ""
+    source: str = ""  # name of the node that computed it, for the certificate
 
     @property
     def reach(self) -> int:
@@ -80,40 +64,25 @@ class FixedPoint:
 
 @dataclass(frozen=True)
 class CodedConstant:
-    """The integers of a dequantized constant, zero point already subtracted: `value = integers * scale`.
+    """The integers of a dequantized constant, zero point already subtracted: `value = integers * scale`."""
 
-    Attributes:
-        integers: int64, in the shape of the constant.
-        scale: float64, shape (1,) or (channels,).
-        axis: the channel axis, None per tensor.
-        dtype: the ONNX dtype it was stored in.
-        error: difference of `integers * scale` from the values, summed over the weights of one output; the largest sum.
-    """
-
-    integers: Array
-    scale: Array
-    axis: int | None
-    dtype: int
+    integers: Array  # int64, in the shape of the constant
+    scale: Array  # float64, shape (1,) or (channels,)
+    axis: int | None  # the channel axis, None per tensor
+    dtype: int  # the ONNX dtype it was stored in
+    # difference of `integers * scale` from the values, summed over the weights of one output; the largest sum
     error: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True)
 class BlockConstant:
-    """The integers of a dequantized constant with a scale per block, zero points already subtracted.
+    """The integers of a dequantized constant with a scale per block, zero points already subtracted."""
 
-    Attributes:
-        integers: int64, in the shape of the constant.
-        scale: float64, of the constant's rank: one number per block along the axis, per index along the others.
-        axis: along which the blocks lie.
-        size: of a block; the last one may be shorter.
-        dtype: the ONNX dtype it was stored in.
-    """
-
-    integers: Array
-    scale: Array
-    axis: int
-    size: int
-    dtype: int
+    integers: Array  # int64, in the shape of the constant
+    scale: Array  # float64, of the constant's rank: one number per block along the axis, per index along the others
+    axis: int  # along which the blocks lie
+    size: int  # of a block; the last one may be shorter
+    dtype: int  # the ONNX dtype it was stored in
 
     def transposed(self, order: list[int]) -> "BlockConstant":
         """Return the same constant with permuted axes."""
@@ -155,17 +124,11 @@ GRIDS: dict[int, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class ActivationEncoding:
-    """The encoding of an activation's codes: `value = (code - zero_point) * scale`, code in 0..hi.
+    """The encoding of an activation's codes: `value = (code - zero_point) * scale`, code in 0..hi."""
 
-    Attributes:
-        scale: the float32 scale, exactly.
-        zero_point: in codes, so already moved by `GRIDS`.
-        dtype: the ONNX dtype the Q/DQ model stores.
-    """
-
-    scale: float
-    zero_point: int
-    dtype: int
+    scale: float  # the float32 scale, exactly
+    zero_point: int  # in codes, so already moved by `GRIDS`
+    dtype: int  # the ONNX dtype the Q/DQ model stores
 
     @property
     def hi(self) -> int:
@@ -202,19 +165,12 @@ class ActivationEncoding:
 
 @dataclass(frozen=True)
 class Movement:
-    """A node that moves values without changing them, to be emitted once the codes exist.
+    """A node that moves values without changing them, to be emitted once the codes exist."""
 
-    Attributes:
-        node: the node; its first input is the data.
-        inputs: names of its other inputs in the integer model.
-        output: the index of the output that is meant.
-        fill: the float value it inserts (Pad), or None.
-    """
-
-    node: NodeProto
-    inputs: tuple[str, ...] = ()
-    output: int = 0
-    fill: float | None = None
+    node: NodeProto  # the node; its first input is the data
+    inputs: tuple[str, ...] = ()  # names of its other inputs in the integer model
+    output: int = 0  # the index of the output that is meant
+    fill: float | None = None  # the float value it inserts (Pad), or None
 
 
 @dataclass(frozen=True)
@@ -234,17 +190,11 @@ class FloatInput:
 
 @dataclass(frozen=True)
 class Integers:
-    """An integer or boolean tensor that passes unchanged: shape arithmetic, token ids, stored weights.
+    """An integer or boolean tensor that passes unchanged: shape arithmetic, token ids, stored weights."""
 
-    Attributes:
-        name: its name in the integer model; empty for a constant, which is written only where it is used.
-        array: its values if it is constant.
-        dtype: the ONNX dtype, where known.
-    """
-
-    name: str
-    array: Array | None = None
-    dtype: int = TensorProto.UNDEFINED
+    name: str  # its name in the integer model; empty for a constant, which is written only where it is used
+    array: Array | None = None  # its values if it is constant
+    dtype: int = TensorProto.UNDEFINED  # the ONNX dtype, where known
 
 
 @dataclass(frozen=True)
@@ -291,21 +241,13 @@ class Function:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Any function of one tensor of codes: `value = values[code]`.
+    """Any function of one tensor of codes: `value = values[code]`."""
 
-    Attributes:
-        name: the codes.
-        values: float32, one per code.
-        encoding: of the codes, if the values come straight from a DequantizeLinear, else None.
-        function: the one op that made the values from such a tensor, else None.
-        root: the codes that these codes are a table of, if they may be read instead.
-    """
-
-    name: str
-    values: Array
-    encoding: ActivationEncoding | None
-    function: Function | None = None
-    root: Root | None = None
+    name: str  # the codes
+    values: Array  # float32, one per code
+    encoding: ActivationEncoding | None  # of the codes, if the values come straight from a DequantizeLinear, else None
+    function: Function | None = None  # the one op that made the values from such a tensor, else None
+    root: Root | None = None  # the codes that these codes are a table of, if they may be read instead
 
     def of(self, name: str) -> "Lookup | None":
         """Return the same values as a function of the codes `name`, None if they are no such function."""
@@ -318,45 +260,27 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Term:
-    """A summand `(tensor - zero) * scale` with the tensor's static bounds.
+    """A summand `(tensor - zero) * scale` with the tensor's static bounds."""
 
-    Attributes:
-        name: a uint8 or int32 tensor of the integer model.
-        scale: float64, broadcasts against the tensor.
-        zero: int64, broadcasts against the tensor; holds the zero point, or minus an int32 bias.
-        lo: int64, smallest value the tensor can have.
-        hi: int64, largest value the tensor can have.
-        codes: True if the tensor is a quantized activation.
-    """
-
-    name: str
-    scale: Array
-    zero: Array
-    lo: Array
-    hi: Array
-    codes: bool = False
+    name: str  # a uint8 or int32 tensor of the integer model
+    scale: Array  # float64, broadcasts against the tensor
+    zero: Array  # int64, broadcasts against the tensor; holds the zero point, or minus an int32 bias
+    lo: Array  # int64, smallest value the tensor can have
+    hi: Array  # int64, largest value the tensor can have
+    codes: bool = False  # True if the tensor is a quantized activation
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A sum of terms and a constant, clipped to lo..hi: an accumulator that still has to be requantized.
+    """A sum of terms and a constant, clipped to lo..hi: an accumulator that still has to be requantized."""
 
-    Attributes:
-        terms: the summands.
-        constant: float64 addend that broadcasts against the terms.
-        lo: lower clip of the real value.
-        hi: upper clip of the real value.
-        after: moves to apply to the codes after requantization.
-        source: name of the node that computed the accumulator, for the certificate.
-        error: bound of the difference between the sum and the real value, absolute, in real units, exactly.
-    """
-
-    terms: tuple[Term, ...]
-    constant: Array = field(default_factory=lambda: np.zeros(()))
-    lo: float = -np.inf
-    hi: float = np.inf
-    after: tuple[Movement, ...] = ()
-    source: str = ""
+    terms: tuple[Term, ...]  # the summands
+    constant: Array = field(default_factory=lambda: np.zeros(()))  # float64 addend that broadcasts against the terms
+    lo: float = -np.inf  # lower clip of the real value
+    hi: float = np.inf  # upper clip of the real value
+    after: tuple[Movement, ...] = ()  # moves to apply to the codes after requantization
+    source: str = ""  # name of the node that computed the accumulator, for the certificate
+    # bound of the difference between the sum and the real value, absolute, in real units, exactly
     error: Fraction = Fraction(0)
 
     @property
@@ -367,35 +291,24 @@ class Linear:
 
 @dataclass(frozen=True)
 class Joined:
-    """A Concat whose inputs still have to be brought to one encoding, or leave the model each with its own.
+    """A Concat whose inputs still have to be brought to one encoding, or leave the model each with its own."""
 
-    Attributes:
-        parts: the inputs.
-        axis: not negative where the rank is known.
-        sizes: of the parts along the axis, None for a dynamic one.
-        after: moves of the whole.
-    """
-
-    parts: tuple["Value", ...]
-    axis: int
-    sizes: tuple[int | None, ...] = ()
-    after: tuple[Movement, ...] = ()
+    parts: tuple["Value", ...]  # the inputs
+    axis: int  # not negative where the rank is known
+    sizes: tuple[int | None, ...] = ()  # of the parts along the axis, None for a dynamic one
+    after: tuple[Movement, ...] = ()  # moves of the whole
 
 
 @dataclass(frozen=True)
 class Bent:
-    """A sum that a slope scales where it is negative (LeakyRelu, PRelu), still to be requantized.
+    """A sum that a slope scales where it is negative (LeakyRelu, PRelu), still to be requantized."""
 
-    Attributes:
-        parts: the sum clipped below at 0, and slope times the sum clipped to the sign that it then has, for each sign
-            of the slopes; everywhere all but one of them are 0.
-        sides: the sum, and slope times the sum.
-        choice: `Max` where the larger side is the value (no slope exceeds 1), `Min` where the smaller one is (none is
-            below 1), "" for slopes of both kinds.
-    """
-
+    # the sum clipped below at 0, and slope times the sum clipped to the sign that it then has, for each sign of the
+    # slopes; everywhere all but one of them are 0
     parts: tuple[Linear, ...]
-    sides: tuple[Linear, Linear]
+    sides: tuple[Linear, Linear]  # the sum, and slope times the sum
+    # `Max` where the larger side is the value (no slope exceeds 1), `Min` where the smaller one is (none is below 1),
+    # "" for slopes of both kinds
     choice: str
 
 
@@ -404,18 +317,12 @@ class Selected:
     """A node that sets every element to the value of one of its parts (Max, Where, ScatterND), still to be quantized.
 
     Quantizing is monotone and elementwise, so selecting among the quantized parts is the same.
-
-    Attributes:
-        node: the node.
-        inputs: of the node in the integer model: a name, or the index of a part.
-        parts: the values that are selected from.
-        after: moves of the whole.
     """
 
-    node: NodeProto
-    inputs: tuple[str | int, ...]
-    parts: tuple["Value", ...]
-    after: tuple[Movement, ...] = ()
+    node: NodeProto  # the node
+    inputs: tuple[str | int, ...]  # of the node in the integer model: a name, or the index of a part
+    parts: tuple["Value", ...]  # the values that are selected from
+    after: tuple[Movement, ...] = ()  # moves of the whole
 
 
 @dataclass(frozen=True)
@@ -423,14 +330,10 @@ class Pending:
     """A value whose movements wait for its codes, as it has none yet, or none for the values that a movement fills in.
 
     Quantizing is elementwise, so moving quantized values gives the same result.
-
-    Attributes:
-        value: the value that is moved.
-        after: moves of it.
     """
 
-    value: "Value"
-    after: tuple[Movement, ...] = ()
+    value: "Value"  # the value that is moved
+    after: tuple[Movement, ...] = ()  # moves of it
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,7 @@ def from_stored_dtype(b: Builder, tensor: str, encoding: ActivationEncoding, nam
 
 
 def leave(ctx: LoweringContext, value: Value, output: str) -> Codes | None:
-    """Emit a graph output under its own name; return its codes if it is a quantized one.
-
-    Raises:
-        Refused: the output is a float tensor that no QuantizeLinear precedes.
-    """
+    """Emit a graph output under its own name; return its codes if it is a quantized one."""
     if isinstance(value, Failed):
         return None
     if isinstance(value, Integers) and value.name == output:
@@ -170,11 +166,7 @@ class _Assembly:
 
 
 def _leave_joined(ctx: LoweringContext, value: Joined, output: str) -> None:
-    """Emit a Concat of codes and one DequantizeLinear with a scale per index of its axis: each part keeps its own.
-
-    Raises:
-        Refused: a part is not quantized, its size is not static, or no one axis tells the parts apart.
-    """
+    """Emit a Concat of codes and one DequantizeLinear with a scale per index of its axis: each part keeps its own."""
     whole = _assembly(ctx, value, output)
     wide = whole.kind != TensorProto.UINT8
     kind = np.uint16 if wide else np.uint8
@@ -221,11 +213,7 @@ def _joined(ctx: LoweringContext, value: Joined, parts: Sequence[_Assembly]) -> 
 
 
 def _axis_behind(ctx: LoweringContext, node: NodeProto, axis: int | None) -> int | None:
-    """Return the axis that tells the parts of a Concat apart behind a node that moves it.
-
-    Raises:
-        Refused: there is none, or the sizes do not tell.
-    """
+    """Return the axis that tells the parts of a Concat apart behind a node that moves it."""
     shape, made = ctx.shapes.get(node.input[0]), ctx.shapes.get(node.output[0])
     if axis is None or node.op_type == "Identity":
         return axis
@@ -240,11 +228,7 @@ def _axis_behind(ctx: LoweringContext, node: NodeProto, axis: int | None) -> int
 
 
 def _grid_of(values: Array) -> ActivationEncoding:
-    """Return the grid of a constant that is joined with codes: an exact one of 8 bits if there is one, else 16 bits.
-
-    Raises:
-        Refused: it holds NaN or an infinity.
-    """
+    """Return the grid of a constant that is joined with codes: an exact one of 8 bits if there is one, else 16 bits."""
     if not np.isfinite(values).all():
         raise Refused("it is a Concat of parts of which a stored one holds NaN or an infinity", _APART)
     low, high = min(0.0, float(values.min(initial=0.0))), max(0.0, float(values.max(initial=0.0)))
@@ -286,11 +270,7 @@ def edge_dtype(encoding: ActivationEncoding) -> int:
 
 
 def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, name: str) -> str:
-    """Emit the codes of a value in `encoding`, as its QuantizeLinear computes them.
-
-    Raises:
-        Refused: the value cannot be brought to that encoding with integers.
-    """
+    """Emit the codes of a value in `encoding`, as its QuantizeLinear computes them."""
     if isinstance(value, Lookup):
         return look_up(ctx, value, encoding, name)
     if isinstance(value, Constant):
@@ -397,11 +377,7 @@ def _root(value: Value, codes: str, encoding: ActivationEncoding) -> Root | None
 
 
 def activation_encoding(scale: Array, points: Array, dtype: int) -> ActivationEncoding:
-    """Return the encoding of an activation.
-
-    Raises:
-        Refused: it is not one positive scale on an integer grid of at most 16 bits.
-    """
+    """Return the encoding of an activation."""
     if dtype not in GRIDS:
         name = TensorProto.DataType.Name(dtype)
         raise Refused(

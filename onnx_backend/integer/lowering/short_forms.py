@@ -280,11 +280,7 @@ def concat(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def copied(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Copy a node that computes on integers already (shape arithmetic), or treat its float results as numbers.
-
-    Raises:
-        Refused: an input or an output is not an integer or boolean tensor.
-    """
+    """Copy a node that computes on integers already (shape arithmetic), or treat its float results as numbers."""
     numbers = cast_to_float(ctx, node, args) if node.op_type != "ConstantOfShape" else filled(ctx, node, args)
     if numbers is not None:
         return numbers

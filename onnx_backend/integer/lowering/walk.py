@@ -64,11 +64,7 @@ class Islands:
         return bool(found)
 
     def require_used(self, model_nodes: Sequence[str]) -> None:
-        """Refuse patterns that match nothing.
-
-        Raises:
-            ConfigError: naming them.
-        """
+        """Refuse patterns that match nothing."""
         if self._unused:
             shown = ", ".join(repr(pattern) for pattern in self._unused)
             some = ", ".join(model_nodes[:5])
@@ -76,11 +72,7 @@ class Islands:
 
 
 def keep_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Copy a node as it is, its quantized inputs dequantized in front of it.
-
-    Raises:
-        Refused: an input has no float form.
-    """
+    """Copy a node as it is, its quantized inputs dequantized in front of it."""
     require_no_bodies(node)
     before = len(ctx.nodes)
     inputs = [_as_float(ctx, arg, name) if arg is not None else "" for arg, name in zip(args, node.input, strict=True)]
@@ -210,11 +202,7 @@ def refusal(node: NodeProto) -> Refused:
 
 
 def require_no_bodies(node: NodeProto) -> None:
-    """Refuse control flow that computes on more than integers that are its own inputs.
-
-    Raises:
-        Refused: a body reads tensors from outside, which have other names in the integer model, or none.
-    """
+    """Refuse control flow that computes on more than integers that are its own inputs."""
     if has_bodies(node) and captured_tensors(node):
         raise Refused(*_REASONS.get(node.op_type, _CONTROL_FLOW))
 

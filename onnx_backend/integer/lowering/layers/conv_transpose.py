@@ -41,21 +41,13 @@ Size = int | str  # a static size, or the name of a one-element int64 tensor
 
 @dataclass(frozen=True)
 class _Axis:
-    """The geometry of one spatial axis.
+    """The geometry of one spatial axis."""
 
-    Attributes:
-        kernel: taps.
-        stride: of the output.
-        dilation: between taps.
-        begin: output positions cut off in front.
-        end: output positions cut off behind, less the output padding.
-    """
-
-    kernel: int
-    stride: int
-    dilation: int
-    begin: int
-    end: int
+    kernel: int  # taps
+    stride: int  # of the output
+    dilation: int  # between taps
+    begin: int  # output positions cut off in front
+    end: int  # output positions cut off behind, less the output padding
 
     @property
     def reach(self) -> int:
@@ -86,11 +78,7 @@ class _Axis:
 
 
 def conv_transpose(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower ConvTranspose of 1 to 3 spatial axes; a bias is added to the accumulators.
-
-    Raises:
-        Refused: the input is not quantized, the weight not stored as integers, or its geometry not static.
-    """
+    """Lower ConvTranspose of 1 to 3 spatial axes; a bias is added to the accumulators."""
     activation = bytes_of(ctx, args[0])
     coded = coded_weight(args[1], 1, activation)
     require_positive(coded.scale)

@@ -46,11 +46,7 @@ Bytes = tuple[str, ActivationEncoding]
 
 
 def bytes_of(ctx: LoweringContext, value: Value | None, what: str = "its input") -> list[Bytes]:
-    """Return a quantized operand as uint8 codes with their encoding, one tensor for 8 bits and two for 16.
-
-    Raises:
-        Refused: the operand does not come straight from a DequantizeLinear.
-    """
+    """Return a quantized operand as uint8 codes with their encoding, one tensor for 8 bits and two for 16."""
     codes, encoding = require_codes(value, what)
     if not encoding.wide:
         return [(codes, encoding)]
@@ -97,11 +93,7 @@ class Factor:
 
 
 def factor(ctx: LoweringContext, value: Value | None, what: str) -> Factor:
-    """Emit the centred integers of a quantized tensor, of its negative, or of a Concat of these.
-
-    Raises:
-        Refused: it is none of them.
-    """
+    """Emit the centred integers of a quantized tensor, of its negative, or of a Concat of these."""
     if isinstance(value, Joined) and all(step.fill is None for step in value.after):
         parts = [factor(ctx, part, what) for part in value.parts]
         if len({part.scale for part in parts}) == 1:
@@ -208,11 +200,7 @@ _QUANTIZE_WEIGHT = (
 
 
 def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) -> CodedConstant:
-    """Return the integers of a weight whose channels, if any, lie along `axis`; block scales are multiplied in.
-
-    Raises:
-        Refused: the weight is float, not constant, or has another granularity.
-    """
+    """Return the integers of a weight whose channels, if any, lie along `axis`; block scales are multiplied in."""
     if not isinstance(value, Constant):
         raise Refused("its weight is not a constant", _QUANTIZE_WEIGHT)
     if value.blocks is not None:
@@ -226,11 +214,7 @@ def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) ->
 
 
 def weight_storage(ctx: LoweringContext, coded: CodedConstant, integers: Array) -> tuple[int, int]:
-    """Return the number added to a weight to store it unsigned, and the bits it is stored in.
-
-    Raises:
-        Refused: its values, zero points subtracted, need more than 8 bits.
-    """
+    """Return the number added to a weight to store it unsigned, and the bits it is stored in."""
     low, high = int(integers.min(initial=0)), int(integers.max(initial=0))
     bits = _STORED_BITS.get(coded.dtype, 8)
     if bits == 2 and ctx.opset < _TWO_BITS_OPSET:
@@ -275,11 +259,7 @@ def accumulator_bounds(integers: Array, encoding: ActivationEncoding, axes: tupl
 
 
 def require_int32(low: Array, high: Array, what: str = "its accumulator") -> None:
-    """Refuse an accumulator that can leave int32.
-
-    Raises:
-        Refused: with the bound.
-    """
+    """Refuse an accumulator that can leave int32."""
     bound = max(int(np.max(high, initial=0)), -int(np.min(low, initial=0)))
     if bound > _INT32:
         raise Refused(f"{what} can reach {bound}, beyond int32", "use fewer weight bits or split the layer")
@@ -347,31 +327,19 @@ def _recorded(
 
 
 def require_positive(scale: Array) -> None:
-    """Refuse scales that are not positive.
-
-    Raises:
-        Refused: naming the value.
-    """
+    """Refuse scales that are not positive."""
     if not np.all(np.isfinite(scale) & (scale > 0)):
         raise Refused(f"a scale is {np.min(scale)}", "recalibrate: scales are positive and finite")
 
 
 def accumulate(name: str, scale: Array, low: Array, high: Array, node: NodeProto) -> Linear:
-    """Return an int32 accumulator without bias as a value.
-
-    Raises:
-        Refused: it can leave int32.
-    """
+    """Return an int32 accumulator without bias as a value."""
     require_int32(low, high)
     return Linear((Term(name, scale, np.zeros((), np.int64), low, high),), source=label(node))
 
 
 def plus_constant(value: Linear, bias: Value, shape: Sequence[int] | None = None) -> Linear:
-    """Add a constant: as int32 where it is stored in the accumulator's own scale, else in the fixed point.
-
-    Raises:
-        Refused: it is not a constant, or the sum can leave int32.
-    """
+    """Add a constant: as int32 where it is stored in the accumulator's own scale, else in the fixed point."""
     if not isinstance(bias, Constant):
         raise Refused("its bias is not a constant", "store the bias as an initializer")
     values = stored_values(bias)

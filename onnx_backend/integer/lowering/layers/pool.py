@@ -61,11 +61,7 @@ def reduction(ctx: LoweringContext, node: NodeProto, args: Args, *, mean: bool =
 
 
 def encoded_value(args: Args) -> Value:
-    """Return the first argument if it is a quantized activation.
-
-    Raises:
-        Refused: it is not.
-    """
+    """Return the first argument if it is a quantized activation."""
     require_codes(args[0])
     value = args[0]
     assert value is not None  # encoded() refuses None

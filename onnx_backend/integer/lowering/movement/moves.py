@@ -56,11 +56,7 @@ def _movement(*, monotone: bool = False) -> Callable[[LoweringContext, NodeProto
 
 
 def applied(ctx: LoweringContext, value: Value | None, step: Movement, name: str) -> Value:
-    """Apply a movement to codes now, to a pending value once its codes exist.
-
-    Raises:
-        Refused: the value is neither.
-    """
+    """Apply a movement to codes now, to a pending value once its codes exist."""
     if isinstance(value, Lookup):
         return Lookup(move(ctx, step, value.name, value.encoding or _ANY, name), value.values, value.encoding)
     if isinstance(value, FixedPoint):
@@ -148,11 +144,7 @@ def filled(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[V
 
 
 def blocks(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Lower DepthToSpace and SpaceToDepth; the runtime has kernels for 8 bits, all else is reshaped and transposed.
-
-    Raises:
-        Refused: there are no codes yet, or more than 8 bits, and the sizes are not static.
-    """
+    """Lower DepthToSpace and SpaceToDepth; the runtime has kernels for 8 bits, all else is reshaped and transposed."""
     value, attrs = args[0], attributes(node)
     if isinstance(value, Lookup) and (value.encoding is None or not value.encoding.wide) and value.values.size <= 256:
         return _movement()(ctx, node, args)
@@ -302,11 +294,7 @@ CODE_MOVES = frozenset(MOVES) - {"Shape"} | {"Concat"}
 
 
 def move_codes(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Lower a movement between QuantizeLinear and DequantizeLinear: the same movement of the codes.
-
-    Raises:
-        Refused: it joins codes of several types, or the movement refuses.
-    """
+    """Lower a movement between QuantizeLinear and DequantizeLinear: the same movement of the codes."""
     if node.op_type == "Concat":
         parts = [arg for arg in args if isinstance(arg, Codes)]
         if len(parts) != len(args) or len({part.encoding.dtype for part in parts}) > 1:
@@ -324,11 +312,7 @@ def move_codes(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
 
 
 def cast(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Drop a Cast to float32 or float64: the integers are the same; one to integers or bool is a function of codes.
-
-    Raises:
-        Refused: it casts to a narrow float type, or something else than codes to integers.
-    """
+    """Drop a Cast to float32 or float64: the integers are the same; one to integers or bool is a function of codes."""
     value, to = args[0], int(attributes(node)["to"])
     if isinstance(value, Codes):
         raise Refused("it computes on quantized codes directly", "put a DequantizeLinear in front of it")
@@ -352,11 +336,7 @@ def cast(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def _as_integers(ctx: LoweringContext, value: Lookup, to: int, name: str) -> Integers:
-    """Return a function of codes, cut to whole numbers, or the truth of "it is not 0".
-
-    Raises:
-        Refused: the type does not hold a number that its input can have.
-    """
+    """Return a function of codes, cut to whole numbers, or the truth of "it is not 0"."""
     kind, cut = helper.tensor_dtype_to_np_dtype(to), np.trunc(value.values.astype(np.float64))
     if to != TensorProto.BOOL:
         bounds = np.iinfo(kind)
@@ -367,11 +347,7 @@ def _as_integers(ctx: LoweringContext, value: Lookup, to: int, name: str) -> Int
 
 
 def _is_some(ctx: LoweringContext, value: FixedPoint, name: str) -> Integers:
-    """Return the truth of "fixed point is not 0", as of an inverted mask of integers.
-
-    Raises:
-        Refused: it is not exact.
-    """
+    """Return the truth of "fixed point is not 0", as of an inverted mask of integers."""
     value = whole_steps(ctx, value)
     if value.error or value.relative or value.masked or np.any(value.constant) or not np.all(value.scale):
         raise Refused("it asks whether fixed point is exactly 0", "put a QuantizeLinear/DequantizeLinear pair in front")

@@ -27,31 +27,18 @@ _LARGEST_DENOMINATOR = 1 << 12  # a scale such as float32(1.7) means 17/10
 
 @dataclass(frozen=True)
 class Geometry:
-    """The resizing of one axis.
+    """The resizing of one axis."""
 
-    Attributes:
-        axis: the axis.
-        inputs: positions of the input.
-        outputs: positions of the output.
-        scale: output per input positions, as the model states it: float32 exactly, or the ratio of two sizes.
-        mode: the coordinate transformation.
-        region: start and end of the region of `tf_crop_and_resize`.
-    """
-
-    axis: int
-    inputs: int
-    outputs: int
-    scale: Fraction
-    mode: str
-    region: tuple[float, float] = (0.0, 1.0)
+    axis: int  # the axis
+    inputs: int  # positions of the input
+    outputs: int  # positions of the output
+    scale: Fraction  # output per input positions, as the model states it: float32 exactly, or the ratio of two sizes
+    mode: str  # the coordinate transformation
+    region: tuple[float, float] = (0.0, 1.0)  # start and end of the region of `tf_crop_and_resize`
 
 
 def axis_geometries(ctx: LoweringContext, node: NodeProto, args: Args) -> list[Geometry]:
-    """Return the axes that the node names; one whose size and scale stay is included.
-
-    Raises:
-        Refused: a size is not static, or an attribute or operand is unknown.
-    """
+    """Return the axes that the node names; one whose size and scale stay is included."""
     attrs, rank = attributes(node), ctx.rank(node.input[0])
     axes = [axis % rank for axis in attrs.get("axes", range(rank))]
     mode = attrs.get("coordinate_transformation_mode", "half_pixel")
@@ -79,11 +66,7 @@ def axis_geometries(ctx: LoweringContext, node: NodeProto, args: Args) -> list[G
 
 
 def stated_scales(args: Args) -> list[Fraction] | None:
-    """Return the scales that the node states, float32 exactly; None where it states sizes.
-
-    Raises:
-        Refused: they are not constant, or not positive and finite.
-    """
+    """Return the scales that the node states, float32 exactly; None where it states sizes."""
     value = args[2] if len(args) > 2 else None
     if value is None or (isinstance(value, Constant) and value.values.size == 0):
         return None
@@ -133,11 +116,7 @@ _COORDINATES: Mapping[str, Callable[[Geometry, int], Fraction]] = MappingProxyTy
 
 
 def positions(geometry: Geometry) -> list[Fraction]:
-    """Return the exact input position of every output position.
-
-    Raises:
-        Refused: `tf_crop_and_resize` reaches outside of the input, where a constant would have to be filled in.
-    """
+    """Return the exact input position of every output position."""
     found = [_COORDINATES[geometry.mode](geometry, i) for i in range(geometry.outputs)]
     if geometry.mode == "tf_crop_and_resize" and (min(found) < 0 or max(found) > geometry.inputs - 1):
         raise Refused("its region reaches outside of the input", "crop inside of the input, and Pad afterwards")
@@ -145,11 +124,7 @@ def positions(geometry: Geometry) -> list[Fraction]:
 
 
 def nearest_indices(geometry: Geometry, mode: str) -> Array:
-    """Return the input index of every output position, from float32 coordinates as in ONNX Runtime.
-
-    Raises:
-        Refused: the mode is unknown, or the region leaves the input.
-    """
+    """Return the input index of every output position, from float32 coordinates as in ONNX Runtime."""
     positions(geometry)
     x = _float_positions(geometry)
     # ONNX Runtime treats a number this close to a half as one
@@ -190,29 +165,17 @@ def _float_positions(g: Geometry) -> Array:
 
 @dataclass(frozen=True)
 class Taps:
-    """Linear interpolation along one axis with integer weights.
+    """Linear interpolation along one axis with integer weights."""
 
-    Attributes:
-        left: input index of the first tap of every output position.
-        right: of the second.
-        weight: of the second, out of `whole`; the first has the rest.
-        whole: sum of both weights.
-        error: largest distance of a weight from the real one.
-    """
-
-    left: Array
-    right: Array
-    weight: Array
-    whole: int
-    error: Fraction
+    left: Array  # input index of the first tap of every output position
+    right: Array  # of the second
+    weight: Array  # of the second, out of `whole`; the first has the rest
+    whole: int  # sum of both weights
+    error: Fraction  # largest distance of a weight from the real one
 
 
 def linear_taps(geometry: Geometry, room: int) -> Taps:
-    """Return the taps of one axis with a sum of weights of at most `room`, exact if a common denominator fits.
-
-    Raises:
-        Refused: the region of `tf_crop_and_resize` reaches outside of the input.
-    """
+    """Return the taps of one axis with a sum of weights of at most `room`, exact if a common denominator fits."""
     last = geometry.inputs - 1
     exact = [min(max(x, Fraction(0)), Fraction(last)) for x in positions(geometry)]
     left = [min(math.floor(x), max(last - 1, 0)) for x in exact]
@@ -234,11 +197,7 @@ _MATRIX = 512  # input positions up to which the last axis is interpolated by on
 
 
 def resize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Resize with mode nearest or linear.
-
-    Raises:
-        Refused: another mode, sizes that are not static, or positions outside of the input.
-    """
+    """Lower Resize with mode nearest or linear."""
     attrs = attributes(node)
     mode = attrs.get("mode", "nearest")
     if mode not in ("nearest", "linear"):

@@ -93,9 +93,6 @@ def _unrest(value: FixedPoint, times: float, epsilon: float) -> float:
     """Bound the effect of an error of the elements on the quotient: the smallest size of a row is that of epsilon.
 
     A rounding of the scale alone leaves rows of zeros as they are; any other row has a size of at least 1.
-
-    Raises:
-        Refused: there is no epsilon.
     """
     if value.inexact and not epsilon:
         raise Refused("its input is not exact and it has no epsilon", _BETWEEN)

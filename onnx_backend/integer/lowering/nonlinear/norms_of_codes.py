@@ -30,19 +30,12 @@ _BITS = 29
 
 @dataclass(frozen=True)
 class _Rows:
-    """The codes of rows and their numbers.
+    """The codes of rows and their numbers."""
 
-    Attributes:
-        beside: `u - m`, where m is a whole number near the mean of the row.
-        rest: the sum of these.
-        variance: `n * sum of squares - rest**2`, and n for a row of equal codes.
-        off: bound of the distance of m from the mean.
-    """
-
-    beside: Int32
-    rest: Int32
-    variance: FixedPoint
-    off: float
+    beside: Int32  # `u - m`, where m is a whole number near the mean of the row
+    rest: Int32  # the sum of these
+    variance: FixedPoint  # `n * sum of squares - rest**2`, and n for a row of equal codes
+    off: float  # bound of the distance of m from the mean
 
 
 def are_codes(value: Value | None, count: int) -> bool:

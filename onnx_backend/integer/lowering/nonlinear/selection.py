@@ -29,11 +29,7 @@ _QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair before it"
 
 
 def extreme(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Max and Min: of an activation and a constant scalar to a clip, else to the same op on codes.
-
-    Raises:
-        Refused: an operand has no codes.
-    """
+    """Lower Max and Min: of an activation and a constant scalar to a clip, else to the same op on codes."""
     largest = node.op_type == "Max"
     function = np.maximum if largest else np.minimum
     constants = [arg.values for arg in args if isinstance(arg, Constant)]
@@ -56,11 +52,7 @@ def extreme(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def where(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Where with a boolean condition to Where on codes.
-
-    Raises:
-        Refused: the condition is a float tensor, or a branch has no codes.
-    """
+    """Lower Where with a boolean condition to Where on codes."""
     condition, yes, no = args
     known = condition.array if isinstance(condition, Integers) else None
     if known is not None and isinstance(yes, Constant) and isinstance(no, Constant):
@@ -71,11 +63,7 @@ def where(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def scatter(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower ScatterND and ScatterElements, which write codes over codes.
-
-    Raises:
-        Refused: they compute while they write, or an operand has no codes.
-    """
+    """Lower ScatterND and ScatterElements, which write codes over codes."""
     reduction = attributes(node).get("reduction", "none")
     if reduction not in ("none", "max", "min"):
         raise Refused(f"reduction={reduction!r} computes on codes", "write the reduction with ops of its own")
@@ -86,11 +74,7 @@ def scatter(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def trilu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower Trilu of static sizes to a Where with a stored mask.
-
-    Raises:
-        Refused: its last two sizes or its diagonal are not static.
-    """
+    """Lower Trilu of static sizes to a Where with a stored mask."""
     value = args[0]
     rows, columns = ctx.sizes(node.input[0], [-2, -1])
     given = constant_integers(args[1]) if len(args) > 1 and args[1] is not None else [0]
@@ -116,11 +100,7 @@ def select(
     *,
     monotone: bool = False,
 ) -> Value:
-    """Return a selection: written at once if all parts share one function of codes, else when it is quantized.
-
-    Raises:
-        Refused: a part is an integer tensor.
-    """
+    """Return a selection: written at once if all parts share one function of codes, else when it is quantized."""
     if any(isinstance(part, Integers) for part in parts):
         raise Refused("it mixes integer and float tensors", "quantize the integer operand")
     first = next((part for part in parts if isinstance(part, Lookup)), None)
@@ -195,22 +175,14 @@ def _ranked(ctx: LoweringContext, value: Lookup | Constant, ranks: Array) -> str
 
 
 def arg_extreme(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower ArgMax and ArgMin: codes, or ranks where codes are not in the order of values, decide.
-
-    Raises:
-        Refused: the input is not quantized.
-    """
+    """Lower ArgMax and ArgMin: codes, or ranks where codes are not in the order of values, decide."""
     ordered = _ordered(ctx, args[0])
     name = ctx.node(node.op_type, [ordered.name], name=node.output[0], **attributes(node))
     return Integers(name, dtype=TensorProto.INT64)
 
 
 def top_k(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]:
-    """Lower TopK on codes; values stay codes, indices are integers, and among equals the smaller index comes first.
-
-    Raises:
-        Refused: the input is not quantized.
-    """
+    """Lower TopK on codes; values stay codes, indices are integers, and among equals the smaller index comes first."""
     ordered = _ordered(ctx, args[0])
     outputs = [ctx.fresh(name or f"{ctx.label}.unused") for name in (*node.output, "")[:2]]
     inputs = [ordered.name, integer_name(ctx, args[1])]

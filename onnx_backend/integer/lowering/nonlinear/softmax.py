@@ -47,58 +47,33 @@ _DYNAMIC = 1 << 20
 
 @dataclass(frozen=True)
 class _Near:
-    """The scores below their row's largest.
+    """The scores below their row's largest."""
 
-    Attributes:
-        below: the largest score of the row minus the score, in the dtype of the scores.
-        name: the same as int32, and no larger than `reach`.
-        step: of the scores.
-        last: beyond it the exponentials of `name` are all the same.
-        reach: the largest of `name`.
-        empty: True if `last` stands for a share of 0.
-        largest: the largest score of a row.
-        lowest: the least that a score can be; what stands for a masked one.
-        scores: the scores, with their scale.
-        length: the number of elements of a row, None if it is not fixed.
-        axis: of a row.
-    """
-
-    below: str
-    name: str
-    step: float
-    last: int
-    reach: int
-    empty: bool
-    largest: str
-    lowest: int
-    scores: FixedPoint
-    length: int | None
-    axis: int
+    below: str  # the largest score of the row minus the score, in the dtype of the scores
+    name: str  # the same as int32, and no larger than `reach`
+    step: float  # of the scores
+    last: int  # beyond it the exponentials of `name` are all the same
+    reach: int  # the largest of `name`
+    empty: bool  # True if `last` stands for a share of 0
+    largest: str  # the largest score of a row
+    lowest: int  # the least that a score can be; what stands for a masked one
+    scores: FixedPoint  # the scores, with their scale
+    length: int | None  # the number of elements of a row, None if it is not fixed
+    axis: int  # of a row
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The scores below their row's largest, and values that follow from them.
+    """The scores below their row's largest, and values that follow from them."""
 
-    Attributes:
-        below: the largest score of the row minus the score, in the dtype of the scores.
-        exponentials: int32, in units of 2**-_BITS.
-        sums: int64, of the exponentials of a row.
-        missing: a bool tensor that is true for rows that are masked altogether by minus infinity, or empty.
-        error: bound of the error of an exponential, absolute, in its unit.
-        relative: bound of its further error, as a share.
-        scores: the scores, with their scale.
-        length: the number of elements of a row.
-    """
-
-    below: str
-    exponentials: str
-    sums: str
-    missing: str
-    error: float
-    relative: float
-    scores: FixedPoint
-    length: int
+    below: str  # the largest score of the row minus the score, in the dtype of the scores
+    exponentials: str  # int32, in units of 2**-_BITS
+    sums: str  # int64, of the exponentials of a row
+    missing: str  # a bool tensor that is true for rows that are masked altogether by minus infinity, or empty
+    error: float  # bound of the error of an exponential, absolute, in its unit
+    relative: float  # bound of its further error, as a share
+    scores: FixedPoint  # the scores, with their scale
+    length: int  # the number of elements of a row
 
 
 def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -315,9 +290,6 @@ def where(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Where that makes a mask of two numbers, replaces the NaN of fully masked rows, or chooses fixed point.
 
     Everything else chooses among codes.
-
-    Raises:
-        Refused: the condition is no boolean tensor of the model.
     """
     condition, first, second = args
     if isinstance(condition, NotANumber):

@@ -242,11 +242,7 @@ def wide_log(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Compute the exponential: two tables for a high and a low part, in units of the largest possible result.
-
-    Raises:
-        Refused: the static bounds let the result reach 2**40.
-    """
+    """Compute the exponential: two tables for a high and a low part, in units of the largest possible result."""
     given = _in_reach(ctx, node.input[0], to_fixed(ctx, args[0]))
     value = narrow_to(ctx, single_scale(ctx, require_unmasked(given)), 30)
     step = abs(float(value.scale))

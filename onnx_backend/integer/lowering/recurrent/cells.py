@@ -48,29 +48,18 @@ _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class GateTable:
-    """The joined tables of the gates of some columns.
+    """The joined tables of the gates of some columns."""
 
-    Attributes:
-        lift: int64 [columns], what is to be added to a value's integers.
-        wide: low bits of a lifted integer.
-        limits: int32 [columns], least and largest place of each column, None where no integer is beyond them.
-        before: places in front of the first one, which only integers beyond the tables have.
-        bases: int64, results at the start of each segment.
-        slopes: int64, their growth for each unit of distance.
-        drop: bits that are dropped from a result.
-        bound: largest lifted integer.
-        errors: function -> bound of its error in real units, besides that of its argument.
-    """
-
-    lift: Array
-    wide: int
+    lift: Array  # int64 [columns], what is to be added to a value's integers
+    wide: int  # low bits of a lifted integer
+    # int32 [columns], least and largest place of each column, None where no integer is beyond them
     limits: tuple[Array, Array] | None
-    before: int
-    bases: Array
-    slopes: Array
-    drop: int
-    bound: int
-    errors: Mapping[str, float]
+    before: int  # places in front of the first one, which only integers beyond the tables have
+    bases: Array  # int64, results at the start of each segment
+    slopes: Array  # int64, their growth for each unit of distance
+    drop: int  # bits that are dropped from a result
+    bound: int  # largest lifted integer
+    errors: Mapping[str, float]  # function -> bound of its error in real units, besides that of its argument
 
     def error(self, function: str, argument: float) -> float:
         """Bound the error of a function in real units, whose argument has this error."""

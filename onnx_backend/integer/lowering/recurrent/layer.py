@@ -38,21 +38,13 @@ _QUANTIZE = "store W and R as integers behind a DequantizeLinear, per tensor or 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight of one direction, inputs by columns (all gates).
+    """A weight of one direction, inputs by columns (all gates)."""
 
-    Attributes:
-        integers: int64, the zero point subtracted.
-        scale: float64, shape () or (columns,).
-        zero: what is added to the integers to store them as uint8.
-        bits: of a stored integer.
-        what: `W` or `R`.
-    """
-
-    integers: Array
-    scale: Array
-    zero: int
-    bits: int
-    what: str
+    integers: Array  # int64, the zero point subtracted
+    scale: Array  # float64, shape () or (columns,)
+    zero: int  # what is added to the integers to store them as uint8
+    bits: int  # of a stored integer
+    what: str  # `W` or `R`
 
     @property
     def scales(self) -> Array:
@@ -75,11 +67,7 @@ class Matrix:
 
 
 def matrix(ctx: LoweringContext, value: Value | None, direction: int, what: str) -> Matrix:
-    """Return W or R of one direction.
-
-    Raises:
-        Refused: it is float, not constant, or has scales along its inputs.
-    """
+    """Return W or R of one direction."""
     if not isinstance(value, Constant) or value.coded is None:
         raise Refused(f"{what} is float, block-wise or not constant", _QUANTIZE)
     coded = value.coded
@@ -110,21 +98,13 @@ def state_fraction(largest: float) -> int:
 
 @dataclass(frozen=True)
 class StateProduct:
-    """The product of lifted hidden states with R.
+    """The product of lifted hidden states with R."""
 
-    Attributes:
-        weight: R.
-        fraction: a state is a multiple of `2**-fraction`.
-        unit: of a sum of a step, in real units.
-        guard: bits by which the product is finer than the sum.
-        factors: int64, what brings the columns to one unit, None where they have one scale.
-    """
-
-    weight: Matrix
-    fraction: int
-    unit: float
-    guard: int
-    factors: Array | None
+    weight: Matrix  # R
+    fraction: int  # a state is a multiple of `2**-fraction`
+    unit: float  # of a sum of a step, in real units
+    guard: int  # bits by which the product is finer than the sum
+    factors: Array | None  # int64, what brings the columns to one unit, None where they have one scale
 
     @property
     def centre(self) -> Array:
@@ -166,17 +146,11 @@ def state_product(weight: Matrix, fraction: int, reach: float) -> StateProduct:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The products of the quantized input with W, plus a bias.
+    """The products of the quantized input with W, plus a bias."""
 
-    Attributes:
-        parts: the input's codes, as tensors of 8 bits.
-        weight: W.
-        bias: float64 [columns].
-    """
-
-    parts: Sequence[Bytes]
-    weight: Matrix
-    bias: Array
+    parts: Sequence[Bytes]  # the input's codes, as tensors of 8 bits
+    weight: Matrix  # W
+    bias: Array  # float64 [columns]
 
     def columns(self, first: int, last: int) -> "Inputs":
         """Return some columns."""
@@ -235,74 +209,45 @@ LONGEST = 1 << 12
 
 @dataclass(frozen=True)
 class Direction:
-    """The constants and first states of one direction.
+    """The constants and first states of one direction."""
 
-    Attributes:
-        inputs: products of the input with W, plus the biases that are added to them.
-        recurrent: R.
-        hidden: size of the state.
-        batch: None where it is dynamic.
-        steps: length of the sequence, None where it is dynamic.
-        backwards: whether the last step comes first.
-        state: the first hidden state [batch, hidden], None for zeros.
-        cell: the first cell state, None for zeros.
-        inner: of the recurrent product alone, where a gate scales it (GRU with linear_before_reset): float64 [hidden].
-        largest: largest magnitude of a hidden state.
-    """
-
-    inputs: Inputs
-    recurrent: Matrix
-    hidden: int
-    batch: int | None
-    steps: int | None
-    backwards: bool
-    state: FixedPoint | None
-    cell: FixedPoint | None
+    inputs: Inputs  # products of the input with W, plus the biases that are added to them
+    recurrent: Matrix  # R
+    hidden: int  # size of the state
+    batch: int | None  # None where it is dynamic
+    steps: int | None  # length of the sequence, None where it is dynamic
+    backwards: bool  # whether the last step comes first
+    state: FixedPoint | None  # the first hidden state [batch, hidden], None for zeros
+    cell: FixedPoint | None  # the first cell state, None for zeros
+    # of the recurrent product alone, where a gate scales it (GRU with linear_before_reset): float64 [hidden]
     inner: Array
-    largest: float
+    largest: float  # largest magnitude of a hidden state
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step reads.
+    """What one step reads."""
 
-    Attributes:
-        given: its slice of each of the cell's `given`, int64 [..., batch, 1, columns].
-        states: those behind the step before, int64 [..., batch, 1, hidden]; None for zeros.
-        weights: what `Cell.write_weights` has written.
-        rank: of these tensors.
-    """
-
-    given: Sequence[str]
-    states: Sequence[str | None]
-    weights: Sequence[tuple[str, str]]
-    rank: int
+    given: Sequence[str]  # its slice of each of the cell's `given`, int64 [..., batch, 1, columns]
+    states: Sequence[str | None]  # those behind the step before, int64 [..., batch, 1, hidden]; None for zeros
+    weights: Sequence[tuple[str, str]]  # what `Cell.write_weights` has written
+    rank: int  # of these tensors
 
 
 class Cell(ABC):
     """The steps of one direction in fixed point; the first of its states is the lifted hidden state.
 
     The products of the inputs and the first states are written when it is made.
-
-    Attributes:
-        given: what each step reads of the input, int64 [steps, batch, 1, columns].
-        widths: columns of each of `given`.
-        starts: the first states, int64 [batch, 1, hidden]; None for zeros.
-        zeros: the integers of states of 0.
-        fraction: a hidden state is a multiple of `2**-fraction`.
-        drop: bits of a lifted hidden state below those.
-        fine: fraction bits of an LSTM's cell state.
-        largest_cell_state: largest integer of an LSTM's cell state; None for a GRU.
     """
 
-    given: Sequence[str]
-    widths: Sequence[int]
-    starts: Sequence[str | None]
-    zeros: Sequence[int]
-    fraction: int
-    drop: int
-    fine: int
-    largest_cell_state: int | None = None
+    given: Sequence[str]  # what each step reads of the input, int64 [steps, batch, 1, columns]
+    widths: Sequence[int]  # columns of each of `given`
+    starts: Sequence[str | None]  # the first states, int64 [batch, 1, hidden]; None for zeros
+    zeros: Sequence[int]  # the integers of states of 0
+    fraction: int  # a hidden state is a multiple of `2**-fraction`
+    drop: int  # bits of a lifted hidden state below those
+    fine: int  # fraction bits of an LSTM's cell state
+    largest_cell_state: int | None = None  # largest integer of an LSTM's cell state; None for a GRU
 
     @abstractmethod
     def write_weights(self, b: Builder) -> list[tuple[str, str]]:

@@ -42,19 +42,12 @@ from onnx_backend.proto.nodes import attributes
 
 @dataclass(frozen=True)
 class Outputs:
-    """The results of one direction.
+    """The results of one direction."""
 
-    Attributes:
-        states: hidden states of all steps, [steps, 1, batch, hidden].
-        last: the last hidden state, [1, batch, hidden].
-        cell_state: the last one, [1, batch, hidden], None for a GRU.
-        errors: bound of the hidden state's error in real units after each step.
-    """
-
-    states: FixedPoint
-    last: FixedPoint
-    cell_state: FixedPoint | None
-    errors: Sequence[float]
+    states: FixedPoint  # hidden states of all steps, [steps, 1, batch, hidden]
+    last: FixedPoint  # the last hidden state, [1, batch, hidden]
+    cell_state: FixedPoint | None  # the last one, [1, batch, hidden], None for a GRU
+    errors: Sequence[float]  # bound of the hidden state's error in real units after each step
 
 
 def run_steps(ctx: LoweringContext, cell: Cell, layer: Direction) -> Outputs:
@@ -157,11 +150,7 @@ _GATES = MappingProxyType({"LSTM": 4, "GRU": 3})
 
 
 def lstm(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]:
-    """Lower LSTM with its default activations, in one or two directions.
-
-    Raises:
-        Refused: peepholes, float weights, or sequence lengths.
-    """
+    """Lower LSTM with its default activations, in one or two directions."""
     if len(args) > 7 and args[7] is not None and np.any(_constant(args[7], "its peephole weights")):
         raise Refused("it has peepholes", "remove the peephole weights P")
     if attributes(node).get("input_forget", 0):
@@ -170,11 +159,7 @@ def lstm(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]
 
 
 def gru(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]:
-    """Lower GRU with its default activations, in one or two directions, with the reset gate before or behind R.
-
-    Raises:
-        Refused: float weights, or sequence lengths.
-    """
+    """Lower GRU with its default activations, in one or two directions, with the reset gate before or behind R."""
     before = not attributes(node).get("linear_before_reset", 0)
     return _lowered(ctx, node, args, GruBefore if before else GruBehind)
 
