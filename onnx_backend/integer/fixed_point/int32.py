@@ -32,7 +32,7 @@ def of_constant(ctx: LoweringContext, values: Array | int) -> Int32:
 
 
 def operation(ctx: LoweringContext, op_type: str, x: Int32, y: Int32 | int, within: Bounds | None = None) -> Int32:
-    """Write `x + y`, `x - y` or `x * y` (`Add`, `Sub`, `Mul`), with bounds that are proven to be `within` where given."""
+    """Write `x + y`, `x - y` or `x * y` (`Add`, `Sub`, `Mul`), with bounds proven to be `within`."""
     other = of_constant(ctx, y) if isinstance(y, int) else y
     pairs = [(a, b) for a in (x.lo, x.hi) for b in (other.lo, other.hi)]
     ends = [a + b if op_type == "Add" else a - b if op_type == "Sub" else a * b for a, b in pairs]

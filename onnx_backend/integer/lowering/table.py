@@ -57,7 +57,7 @@ class Forms:
     wide: Lowering | None = None
 
     def lower(self, ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-        """Return the values of a node's outputs: by the short form where the operands have codes, else in fixed point."""
+        """Return the values of a node's outputs: by the short form on codes, else in fixed point."""
         if self.short and not (self.wide and any(isinstance(arg, FixedPoint) for arg in args)):
             try:
                 return self.short(ctx, node, args)

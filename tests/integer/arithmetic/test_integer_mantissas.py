@@ -56,7 +56,7 @@ def test_every_step_is_within_the_bounds_that_the_portable_target_takes_for_prov
         return FixedPoint(found.name, np.ones(()), found.lo, found.hi, narrow=True)
 
     integers_of(of, values, bounds=[(lo, (1 << 30) - 1)], narrow=True)
-    b = kept["ctx"].builder
+    b = kept["ctx"]
     steps = every_step(b, values)
     assert len(steps) > 20
     for step, (least, most) in b.proven.items():
