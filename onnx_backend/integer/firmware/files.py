@@ -22,13 +22,6 @@ from onnx_backend.integer.ir.context import FIXED_SIZES
 from qsdk.core.errors import ConfigError, IntegerError
 
 _WIDTH = 110
-_ARENA = """\
-/* Every tensor that is no constant, while it is needed. */
-static union {
-    int64_t alignment;
-    uint8_t bytes[QSDK_ARENA_BYTES];
-} qsdk_arena;
-"""
 _EDGE = """
 /* What the model takes or gives: value = (code - zero_point) * scale; scales is 0 where it holds no codes, 1 per
    tensor, else one for every index of the axis. */

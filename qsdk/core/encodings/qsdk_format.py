@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
-from qsdk.core.numerics.dtypes import DTYPES, DType, bfloat16, dtype_named, float16
+from qsdk.core.numerics.dtypes import DType, bfloat16, dtype_named, float16
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Kind
 from qsdk.core.read_files import parse_json
@@ -47,26 +47,6 @@ class StoredEncodings:
     misfits: Mapping[str, str] = field(default_factory=dict)
 
 
-def dumps(
-    encodings: Mapping[str, Encoding],
-    provenance: Mapping[str, Any],
-    casts: Mapping[str, DType] | None = None,
-    *,
-    tensors: Mapping[str, str] | None = None,
-    kinds: Mapping[str, str] | None = None,
-) -> str:
-    """Return encodings as JSON text, one line per site.
-
-    Args:
-        encodings: by site.
-        provenance: plain values about the origin of the encodings (config, method, versions).
-        casts: site -> float16 or bfloat16.
-        tensors: site -> name in the ONNX model.
-        kinds: site -> weight, bias, activation, input or output.
-    """
-    return "".join(pieces(encodings, provenance, casts, tensors=tensors, kinds=kinds))
-
-
 def pieces(
     encodings: Mapping[str, Encoding],
     provenance: Mapping[str, Any],
@@ -75,7 +55,11 @@ def pieces(
     tensors: Mapping[str, str] | None = None,
     kinds: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Yield the text of `dumps` site by site: a language model has more scales than its text should take of memory."""
+    """Yield the text of a file site by site: a language model has more scales than its text should take of memory.
+
+    Casts, names in the ONNX model and kinds are by site, as encodings are; provenance are plain values about the origin
+    of the encodings (config, method, versions).
+    """
     head = f'  "format": "{FORMAT}",\n  "version": {VERSION},\n  "provenance": {json.dumps(dict(provenance))}'
     yield f'{{\n{head},\n  "encodings": {{\n'
     narrow = casts or {}
@@ -90,17 +74,20 @@ def pieces(
     yield "\n  }\n}\n"
 
 
+def dumps(
+    encodings: Mapping[str, Encoding],
+    provenance: Mapping[str, Any],
+    casts: Mapping[str, DType] | None = None,
+    *,
+    tensors: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> str:
+    """Return the text of a file as one string; see `pieces`."""
+    return "".join(pieces(encodings, provenance, casts, tensors=tensors, kinds=kinds))
+
+
 def loads(text: str, where: str) -> StoredEncodings:
-    """Return the encodings that `dumps` wrote.
-
-    Args:
-        text: the file's content.
-        where: its name, for messages.
-
-    Raises:
-        FileFormatError: the text is truncated, foreign, of a later version, or contradicts itself; the message names
-            the file and the place in it.
-    """
+    """Return the encodings in the text of a file; a FileFormatError names the file, `where`, and the place in it."""
     data = parse_json(text, where)
     if not is_own(data):
         raise FileFormatError(f"{where} is no {FORMAT} file; write one with qsdk.save_encodings")
@@ -217,42 +204,3 @@ def _text(value: Any, name: str, where: str) -> str:
         wanted = f"one of {', '.join(_KINDS)}" if name == "kind" else "a name"
         raise FileFormatError(f"{where}: {name} is {wanted}, not {str(value)[:40]!r}; correct it")
     return value
-
-
-def encodings_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a file; `encodings.schema.json` beside this module holds the same."""
-    names = [dtype.name for dtype in DTYPES.values() if dtype.is_quantized]
-    strict = [f"{dtype.name}_strict" for dtype in DTYPES.values() if dtype.is_integer and dtype.signed]
-    whole = {"type": "integer"}
-    encoding = {
-        "dtype": {"enum": [*names, *strict]},
-        "scale": {"type": "array", "items": {"type": "number", "minimum": 0}, "minItems": 1},
-        "zero_point": {"type": "array", "items": whole, "minItems": 1},
-        "shape": {"type": "array", "items": {**whole, "minimum": 1}},
-        "axis": {"type": ["integer", "null"]},
-        "block_size": {"type": ["integer", "null"], "minimum": 1},
-        "frozen": {"type": "boolean"},
-    }
-    both = {"tensor": {"type": "string"}, "kind": {"enum": list(_KINDS)}}
-    cast = {"dtype": {"enum": [float16.name, bfloat16.name]}, **both}
-    entries = [
-        {
-            "type": "object",
-            "properties": {**encoding, **both},
-            "required": ["dtype", "scale"],
-            "additionalProperties": False,
-        },
-        {"type": "object", "properties": cast, "required": ["dtype"], "additionalProperties": False},
-    ]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "qsdk encodings",
-        "type": "object",
-        "properties": {
-            "format": {"const": FORMAT},
-            "version": {"const": VERSION},
-            "provenance": {"type": "object"},
-            "encodings": {"type": "object", "additionalProperties": {"anyOf": entries}},
-        },
-        "required": ["format", "version", "encodings"],
-    }

@@ -1,6 +1,7 @@
 import json
 import random
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 from json_schema import fits
 
 from qsdk.core.encodings import qsdk_format
-from qsdk.core.encodings.qsdk_format import dumps, encodings_schema, loads
+from qsdk.core.encodings.qsdk_format import dumps, loads
 from qsdk.core.errors import FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, bfloat16, dtype_named, float16, int8
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Kind
 
+SCHEMA = json.loads((Path(qsdk_format.__file__).parent / "encodings.schema.json").read_text("utf-8"))
 NAMES = [*(name for name, dtype in DTYPES.items() if dtype.is_quantized), "int8_strict", "int4_strict"]
 positive = st.floats(float(np.float32(1e-45)), float(np.finfo(np.float32).max), width=32, allow_subnormal=True)
 
@@ -98,10 +101,15 @@ def test_files_of_older_versions_are_read(version):
 # the schema
 
 
-def test_the_schema_lies_beside_the_code():
-    """After a change: `json.dumps(encodings_schema(), indent=2)` is what the file holds."""
-    path = Path(qsdk_format.__file__).parent / "encodings.schema.json"
-    assert path.read_text(encoding="utf-8") == json.dumps(encodings_schema(), indent=2) + "\n"
+def test_the_schema_knows_every_dtype_and_kind():
+    strict = [f"{dtype.name}_strict" for dtype in DTYPES.values() if dtype.is_integer and dtype.signed]
+    entries = SCHEMA["properties"]["encodings"]["additionalProperties"]["anyOf"]
+    encoding, cast = (entry["properties"] for entry in entries)
+    assert encoding["dtype"]["enum"] == [*(name for name, dtype in DTYPES.items() if dtype.is_quantized), *strict]
+    assert cast["dtype"]["enum"] == [float16.name, bfloat16.name]
+    assert encoding["kind"]["enum"] == list(get_args(Kind))
+    assert set(SCHEMA["properties"]) == set(json.loads(GOOD))
+    assert all(SCHEMA["properties"][key]["const"] == json.loads(GOOD)[key] for key in ("format", "version"))
 
 
 @pytest.mark.slow
@@ -109,7 +117,7 @@ def test_the_schema_lies_beside_the_code():
 @settings(deadline=None)
 def test_what_is_written_fits_the_schema(given_encodings):
     text = dumps(given_encodings, {}, {"c:output": float16}, tensors=dict.fromkeys(given_encodings, "t"))
-    assert fits(json.loads(text), encodings_schema())
+    assert fits(json.loads(text), SCHEMA)
 
 
 JUNK = [
@@ -145,7 +153,7 @@ def test_a_spoilt_file_is_read_as_the_schema_says_or_refused(encoding, seed):
     key = rng.choice([*spoilt, "zero_point", "colour", "scale", "tensor", "kind"])
     spoilt[key] = rng.choice(JUNK)
     message = refusal(json.dumps(data))
-    assert "m.json" in message or fits(data, encodings_schema()) or data["version"] in (1, 2)
+    assert "m.json" in message or fits(data, SCHEMA) or data["version"] in (1, 2)
 
 
 def refusal(text: str) -> str:

@@ -6,23 +6,24 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.portable.requantize import requantize, wide_product
+from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
 
 
-def operation(lo, hi, mantissas, shifts, addends, rounding="half_up", *, codes=False):
+def operation(lo, hi, mantissas, shifts, addends, rounding="half_up", *, codes=False, zero=120, bounds=(3, 250)):
     array = lambda v: np.asarray(v, np.int64)  # noqa: E731
     none = np.zeros((), np.int64)
     plan = RequantMultiplier((array(mantissas),), array(shifts), array(addends), none, none, False, 0, Fraction(0))
     term = Term("t", np.ones(()), none, array(lo), array(hi), codes)
-    encoding = ActivationEncoding(1.0, 120, TensorProto.UINT8)
-    return Requantization(Linear((term,)), encoding, plan, rounding, (3, 250), "y", "y", {})
+    encoding = ActivationEncoding(1.0, zero, TensorProto.UINT8)
+    return Requantization(Linear((term,)), encoding, plan, rounding, bounds, "y", "y", {})
 
 
 def rows_of(op):
@@ -107,3 +108,39 @@ def test_what_has_no_such_form_is_left_to_others():
     assert wide_product(operation(0, 1 << 28, 1 << 33, 55, 0)) is None
     assert wide_product(operation(0, 1 << 28, 1 << 30, 29, 0)) is None
     assert wide_product(operation(-(1 << 31), (1 << 31) - 1, (1 << 31) - 1, 40, 0)) is None
+
+
+def divided_in_float32(_, x, by):
+    """The quotient as OpenVINO computes it."""
+    return np.trunc(np.ldexp(x.astype(np.float32).astype(np.float64), -np.log2(by).astype(int))).astype(np.int32)
+
+
+@pytest.mark.parametrize("divide", [OPS["Div"], divided_in_float32], ids=["integers", "float32"])
+@pytest.mark.parametrize(
+    ("reach", "mantissa", "shift", "addend", "zero", "lowest"),
+    [
+        ((1 << 25) - 2, 9728, 34, 102264413222, 194, 3),
+        (1 << 28, 6946816, 40, 0, 20, 0),
+        ((1 << 29) - 1, 7808, 34, -(1 << 34), 238, 238),
+    ],
+)
+def test_forms_whose_sums_are_large_or_lose_bits_in_float32_are_not_written(
+    reach, mantissa, shift, addend, zero, lowest, divide
+):
+    """Ties to even are possible with these multipliers, so that the sums of the parts are those of the 64-bit form."""
+    bounds = (lowest, 255)
+    op = operation(-reach, reach, mantissa, shift, addend, "half_even", zero=zero, bounds=bounds)
+    steps = ((np.arange(-3, 260) - zero << shift) - (1 << (shift - 1)) - addend) // mantissa
+    near = (steps[:, None] + np.arange(-3, 4)).reshape(-1)
+    even = np.linspace(-reach, reach, 5000).astype(np.int64)
+    values = np.unique(np.clip(np.concatenate([near, even]), -reach, reach))
+    b = Builder(["t", "y"], "half_even")
+    b.label, b.indices = "y", set()
+    assert requantize(b, op)
+    tensors = {"t": values.astype(np.int32), **{t.name: numpy_helper.to_array(t) for t in b.initializers}}
+    for node in b.nodes:
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        compute = divide if node.op_type == "Div" else OPS[node.op_type]
+        tensors[node.output[0]] = compute(attributes, *(tensors[name] for name in node.input))
+    expected = [round(Fraction(t * mantissa + addend, 1 << shift)) + zero for t in values.tolist()]
+    np.testing.assert_array_equal(tensors["y"], np.clip(expected, *bounds))
