@@ -34,6 +34,7 @@ from qsdk.core.ranges.ranges import of_whole_steps
 
 _LAST, _FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 _RANK = 4
+_NO_NAME = (None, "NOTSET", b"NOTSET")  # pads are given as numbers
 #: Input channels of a convolution that copies its windows in pieces of so few bytes that blocks are faster.
 _FEW = 4
 #: A nearest neighbour is repeated at most so often.
@@ -49,7 +50,7 @@ def in_blocks(b: Builder, maker: Accumulation) -> Accumulation:
     if weight.ndim != _RANK or weight.shape[1] > _FEW or not sizes or None in sizes[2:]:
         return maker
     plain = attrs.get("group", 1) == 1 and list(attrs.get("dilations", [1, 1])) == [1, 1]
-    if not plain or list(attrs.get("strides", [1, 1])) != [2, 2] or _is_padded_by_name(attrs.get("auto_pad")):
+    if not plain or list(attrs.get("strides", [1, 1])) != [2, 2] or attrs.get("auto_pad") not in _NO_NAME:
         return maker
     pads = list(attrs.get("pads", [0] * 4))
     axes = [_axis(int(sizes[i + 2] or 0), weight.shape[i + 2], pads[i], pads[i + 2]) for i in range(2)]
@@ -64,10 +65,6 @@ def in_blocks(b: Builder, maker: Accumulation) -> Accumulation:
     codes = b.node("SpaceToDepth", [maker.codes], blocksize=2)
     spread = _spread(weight, (pads[0], pads[1]), (height[0], width[0]))
     return replace(maker, codes=codes, weight=spread, attributes={**attrs, **blocks})
-
-
-def _is_padded_by_name(auto_pad: object) -> bool:
-    return auto_pad not in (None, "NOTSET", b"NOTSET")
 
 
 def _axis(size: int, kernel: int, before: int, after: int) -> tuple[int, int, int] | None:

@@ -51,7 +51,6 @@ from onnx_backend.integer.ir.context import label as label_of
 from onnx_backend.integer.ir.operations import (
     Accumulation,
     Join,
-    Operation,
     Product,
     Recorded,
     Requantization,
@@ -115,30 +114,23 @@ def firmware_program(result: IntegerResult) -> FirmwareProgram:
     return writer.finished()
 
 
-@dataclass
-class _TensorFacts:
-    """Dtypes and static shapes of the tensors of the integer model."""
-
-    dtypes: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, list[int | None]] = field(default_factory=dict)
-
-
 class _Writer:
     """The writer of a program; ops that only measure a float input measure its codes instead."""
 
     def __init__(self, result: IntegerResult) -> None:
         graph = result.model.graph
         self._result = result
-        self._facts = _inferred(result.model)
+        self._dtypes, self._shapes = _inferred(result.model)
         self._constants = {tensor.name: tensor for tensor in result.constants}
         self._edges = {i.name for i in graph.input}, {o.name for o in graph.output}
-        self._renamed = _codes_of_inputs(result.operations, self._edges[0])
+        nodes = [op for op in result.operations if isinstance(op, NodeProto) and op.op_type == "QuantizeLinear"]
+        self._renamed = {node.input[0]: node.output[0] for node in nodes if node.input[0] in self._edges[0]}
         self._quantized: dict[str, list[dict[str, Any]]] = {}
         self._ops: list[dict[str, Any]] = []
         self._outputs: dict[str, dict[str, Any]] = {}
         self._arrays: dict[str, Array] = {}
         self._known: dict[tuple[Any, ...], str] = {}
-        self._taken = {*self._facts.dtypes, *(name for op in result.operations for name in (*op.input, *op.output))}
+        self._taken = {*self._dtypes, *(name for op in result.operations for name in (*op.input, *op.output))}
 
     def plain(self, node: NodeProto) -> None:
         """Add an ONNX operator, or note an edge."""
@@ -155,7 +147,7 @@ class _Writer:
         """Add an operation of the conversion."""
         name, facts, arrays = _DESCRIBED[type(op)](op)
         if isinstance(op, Requantization | Table):  # the model may hold codes that only tables read in more bits
-            self._facts.dtypes[op.result] = np.dtype(op.encoding.kind).name
+            self._dtypes[op.result] = np.dtype(op.encoding.kind).name
         parameters = {role: self._array(values, f"{op.result}.{role}") for role, values in arrays.items()}
         self._add(name, op.label, op.input, op.output, facts, parameters)
 
@@ -192,8 +184,8 @@ class _Writer:
                 "node": node,
                 "inputs": [self._renamed.get(name, name) for name in inputs],
                 "outputs": list(outputs),
-                "dtypes": [self._facts.dtypes.get(name) for name in outputs],
-                "shapes": [self._facts.shapes.get(name) for name in outputs],
+                "dtypes": [self._dtypes.get(name) for name in outputs],
+                "shapes": [self._shapes.get(name) for name in outputs],
                 "attributes": dict(facts),
                 "parameters": dict(parameters or {}),
             }
@@ -226,24 +218,21 @@ class _Writer:
 
     def _own_edge(self, name: str, row: Mapping[str, Any] | None) -> dict[str, Any]:
         found: dict[str, Any] = {"tensor": name, "model_name": name}
-        found |= {"dtype": self._facts.dtypes.get(name), "shape": self._facts.shapes.get(name)}
+        found |= {"dtype": self._dtypes.get(name), "shape": self._shapes.get(name)}
         return found if row is None else {**found, "scale": row["scale"], "zero_point": row["zero_point"], "axis": None}
 
 
-def _codes_of_inputs(operations: Sequence[Operation], inputs: set[str]) -> dict[str, str]:
-    nodes = [op for op in operations if isinstance(op, NodeProto) and op.op_type == "QuantizeLinear"]
-    return {node.input[0]: node.output[0] for node in nodes if node.input[0] in inputs}
-
-
-def _inferred(model: ModelProto) -> _TensorFacts:
-    facts = _TensorFacts()
+def _inferred(model: ModelProto) -> tuple[dict[str, str], dict[str, list[int | None]]]:
+    """Return the dtypes and the static shapes of the tensors of a model."""
+    dtypes: dict[str, str] = {}
+    shapes: dict[str, list[int | None]] = {}
     graph = shape_inference.infer_shapes(model, data_prop=True).graph
     for info in (*graph.input, *graph.output, *graph.value_info):
         kind = info.type.tensor_type
-        facts.dtypes[info.name] = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
+        dtypes[info.name] = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
         if kind.HasField("shape"):
-            facts.shapes[info.name] = declared_sizes(info.type)
-    return facts
+            shapes[info.name] = declared_sizes(info.type)
+    return dtypes, shapes
 
 
 def _plain_array(tensor: TensorProto) -> Array:
@@ -312,15 +301,11 @@ def _table(op: Table) -> _Described:
     return "Table", {}, {"table": narrowest(op.table, (np.uint16,) if op.encoding.wide else (np.uint8,))}
 
 
-def _join(op: Join) -> _Described:
-    return "Concat", {"axis": op.axis}, {}
-
-
 _DESCRIBED: Mapping[type, Any] = {
     Accumulation: _accumulation,
     Product: _product,
     WindowSum: _window_sum,
     Requantization: _requantization,
     Table: _table,
-    Join: _join,
+    Join: lambda op: ("Concat", {"axis": op.axis}, {}),
 }

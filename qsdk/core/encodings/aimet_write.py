@@ -30,22 +30,11 @@ def dumps_aimet(
     producer: str,
     allow_loss: bool = False,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Return encodings as the text of an AIMET file, with one line per entry.
+    """Return encodings by site as the text of an AIMET file, with one line per entry, and the rows of a report.
 
-    Args:
-        encodings: by site.
-        casts: site -> float16 or bfloat16.
-        tensors: by site; a site that is absent has no tensor in the file.
-        version: of the format.
-        producer: the version of qsdk.
-        allow_loss: leave out what the format cannot express, instead of raising an error.
-
-    Returns:
-        The text, and rows `site`, `tensor`, `dtype`, `form` and `loss`: the facts about the site that the file lacks.
-
-    Raises:
-        ConfigError: an unknown version.
-        ExportError: lists every site that the format cannot express, with the remedy.
+    A site that `tensors` lacks has no tensor in the file; the producer is the version of qsdk. Rows have `site`,
+    `tensor`, `dtype`, `form` and `loss`: the facts about the site that the file lacks. What the format cannot express
+    is an ExportError that lists every such site; with `allow_loss` it is left out.
     """
     if version not in WRITTEN:
         raise ConfigError(f"no AIMET version {version!r} can be written; choose one of {', '.join(WRITTEN)}")
@@ -60,7 +49,9 @@ def dumps_aimet(
                 raise FileFormatError("no tensor of the model plays its part; give the float model that was quantized")
             row["tensor"] = tensor.name
             entry, row["form"], row["loss"] = _entry(result, tensor, version)
-            section = _section(tensor) if version == _FIRST else "encodings"
+            section = "encodings"
+            if version == _FIRST:
+                section = "param_encodings" if tensor.stored else "activation_encodings"
             if entry is not None:
                 sections[section].append((tensor.name, entry))
         except FileFormatError as error:
@@ -80,10 +71,6 @@ def _dtype_of(encoding: Encoding | DType) -> DType:
     return encoding.dtype if isinstance(encoding, Encoding) else encoding
 
 
-def _section(tensor: TensorFacts) -> str:
-    return "param_encodings" if tensor.stored else "activation_encodings"
-
-
 def _text(version: str, producer: str, sections: Mapping[str, list[tuple[str, Any]]]) -> str:
     head = [f'"version": {json.dumps(version)}', f'"producer": {json.dumps({"package": "qsdk", "version": producer})}']
     for section, entries in sections.items():
@@ -101,7 +88,7 @@ def _entry(encoding: Encoding | DType, tensor: TensorFacts, version: str) -> tup
         encoding = replace(encoding, dtype=DTYPES[encoding.dtype.container])
     if encoding.dtype != DTYPES.get(encoding.dtype.name):
         raise FileFormatError(
-            f"{encoding.dtype} has a grid that AIMET has no name for; use {_full_grid_name(encoding.dtype)}"
+            f"{encoding.dtype} has a grid that AIMET has no name for; use {encoding.dtype.name.removesuffix('_strict')}"
         )
     if version == _FIRST:
         if not encoding.dtype.is_integer:
@@ -118,10 +105,6 @@ def _entry(encoding: Encoding | DType, tensor: TensorFacts, version: str) -> tup
     if version == _FIRST:
         return *_to_1_0_0(stated), lost
     return *_to_2(stated, nested=version == "2.1.0"), lost
-
-
-def _full_grid_name(dtype: DType) -> str:
-    return dtype.name.removesuffix("_strict")
 
 
 def _cast(dtype: DType, version: str) -> tuple[Any, str, str]:
