@@ -22,7 +22,7 @@ from onnx_backend.proto.model_io import drop_properties, set_properties
 from onnx_backend.proto.nodes import copied, drop_unused_initializers, metadata, replace_nodes
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
-from onnx_backend.proto.write_file import Check, write_file, write_sharing
+from onnx_backend.proto.write_file import Check, write_files
 from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.qdq.narrow_regions import narrow_regions, sites_inside
 from onnx_backend.qdq.older_opsets import LOWEST
@@ -89,7 +89,7 @@ def write_model(
         in_use: data files that a sim still reads.
         shapes: see `qsdk.export`.
         integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
-        check: see `write_file`.
+        check: see `write_files`.
         prefer: see `qsdk.export`.
     """
     _require_choices(path, opset, prefer)
@@ -109,11 +109,15 @@ def write_model(
         for model, form in zip(models.values(), forms, strict=True):
             runtime.speed_up(model)  # its forms have no node for a site's facts
             _require_valid(model, form["fixed_shapes"])
-        files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use, "check": check}
-        if parts is None:
-            written = write_file(path, qdq.model, qdq.large, external_data=external_data, **files)
-        else:
-            written = write_sharing(models, qdq.large, base=base, **files)
+        written = write_files(
+            models,
+            qdq.large,
+            base=base,
+            external_data=external_data,
+            companions={companion: text},
+            in_use=in_use,
+            check=check,
+        )
     facts = {"paths": [str(name) for name in written], **_facts_of(forms, parts)}
     sizes = _size_facts(next(iter(models.values())), [name for name in written if name != companion], encodings)
     return _report(plan, qdq.rows, sizes, facts)

@@ -15,11 +15,10 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx_backend.calibration.observe import SessionCache, observe
 from onnx_backend.calibration.stored_tensors import simulated_tensors, stored_names, stored_tensors
 from onnx_backend.lower import lower
+from onnx_backend.opening.encodings_of_file import adopted_plan, float_in_file, note_replaced_encodings, with_flags
 from onnx_backend.opening.from_float import Notes, OpenedFloat, Source, open_float, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, note_replaced_encodings
 from onnx_backend.opening.read_graph import inline_functions, read_graph
-from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.teacher import RunOn
@@ -32,7 +31,7 @@ from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
-from onnx_backend.runtime.repeated_session import RepeatedSession
+from onnx_backend.runtime.session import RepeatedSession
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.for_dialect import Dialect
 from qsdk.core.errors import ConfigError, ModelError

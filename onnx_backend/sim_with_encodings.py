@@ -10,6 +10,7 @@ from onnx import ModelProto, numpy_helper
 
 from onnx_backend.export import require_companion
 from onnx_backend.lower import insert
+from onnx_backend.opening.encodings_of_file import with_flags, without_origin
 from onnx_backend.opening.from_float import (
     Notes,
     QuantizedAlreadyError,
@@ -19,9 +20,7 @@ from onnx_backend.opening.from_float import (
 )
 from onnx_backend.opening.lost_activations import put_back_activations, sites_of_ours
 from onnx_backend.opening.normalize_qdq import normalize_qdq
-from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inline_functions
-from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.passes.fold_batch_norm import may_fold
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, input_names

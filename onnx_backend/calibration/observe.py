@@ -16,8 +16,7 @@ from onnx_backend.proto.inputs import tell_axes_apart
 from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, copied, is_mark, replace_nodes, retain
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
-from onnx_backend.runtime.repeated_session import RepeatedSession
-from onnx_backend.runtime.session import is_small_convolutional
+from onnx_backend.runtime.session import RepeatedSession, is_small_convolutional
 from qsdk.core.planning.plan import Decision, Turns
 from qsdk.core.planning.turning import pair_places
 from qsdk.core.prefetch import cores, prefetch

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.opening.stored_encodings import UNMARKED
+from onnx_backend.opening.encodings_of_file import UNMARKED
 from onnx_backend.parity.cuts import with_outputs
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, input_names, names_in, producers, unique

@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnx_backend.passes.fold_constants import LARGEST, fold, fold_rearranged, is_full_slice, is_view
 from onnx_backend.proto.external_data import FLOATS, array
-from onnx_backend.proto.graph_queries import GraphIndex, consumers, initializers, nodes_reaching, unique
+from onnx_backend.proto.graph_queries import GraphIndex, nodes_reaching, unique
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
     attributes,
@@ -304,81 +304,71 @@ def join_splits(graph: GraphProto) -> None:
     """Turn SplitToSequence that only SequenceAt at constant places reads into Split, or Slices, in place."""
     if not any(node.op_type == "SplitToSequence" for node in graph.node):
         return
-    stored = initializers(graph)
-    readers = consumers(graph.node)
-    kept: list[NodeProto] = []
-    parts: set[str] = set()
+    index, kept, parts = GraphIndex(graph), list[NodeProto](), set[str]()
     for node in graph.node:
         if node.op_type == "SequenceAt" and node.output[0] in parts:
             continue
-        split = _as_split(node, readers.get(node.output[0], []), stored, graph) if node.output else None
-        if split is not None:
-            parts.update(name for name in split.output if name)
-        slices = _as_slices(node, readers.get(node.output[0], []), stored, graph) if split is None else []
-        parts.update(slice_.output[0] for slice_ in slices if slice_.op_type == "Slice")
-        kept += slices or [node if split is None else split]
+        made = _in_place_of_sequence(node, index) if node.op_type == "SplitToSequence" else []
+        parts.update(name for part in made if part.op_type in ("Split", "Slice") for name in part.output)
+        kept += made or [node]
     replace_nodes(graph, kept)
 
 
-def _as_slices(
-    node: NodeProto, readers: Sequence[NodeProto], stored: dict[str, Any], graph: GraphProto
-) -> list[NodeProto]:
-    """Return the Slices of a SplitToSequence into parts of a computed size, as `chunk` of an open axis; else none."""
-    facts = attributes(node)
-    if node.op_type != "SplitToSequence" or len(node.input) < 2 or facts.get("keepdims", 1) != 1:
+def _in_place_of_sequence(node: NodeProto, index: GraphIndex) -> list[NodeProto]:
+    """Return the nodes that make the parts of a SplitToSequence as tensors; none where that cannot be."""
+    readers, facts = index.readers.get(node.output[0], []), attributes(node)
+    places = [index.stored.get(r.input[1]) for r in readers if r.op_type == "SequenceAt"]
+    known = [int(array(place)) for place in places if place is not None]
+    if len(known) < len(readers) or len(node.input) < 2 or facts.get("keepdims", 1) != 1:
         return []
-    size = node.input[1]
-    places = [stored.get(r.input[1]) if r.op_type == "SequenceAt" else None for r in readers]
-    numbers = [-1 if place is None else int(numpy_helper.to_array(place)) for place in places]
-    if min(numbers, default=-1) < 0 or size in stored or not _is_number(size, graph):
+    results, axis = [reader.output[0] for reader in readers], int(facts.get("axis", 0))
+    make = _split if node.input[1] in index.stored else _slices
+    return make(node, index, known, results, axis)
+
+
+def _slices(node: NodeProto, index: GraphIndex, numbers: list[int], results: list[str], axis: int) -> list[NodeProto]:
+    """Return the Slices of parts of a computed size, as `chunk` of an open axis has them."""
+    source, size = node.input
+    if min(numbers, default=-1) < 0 or not _is_number(size, index.graph):
         return []
-    graph.initializer.append(numpy_helper.from_array(np.array([facts.get("axis", 0)]), f"{node.output[0]}_axis"))
-    found = []
+    begin, stored = node.output[0], index.graph.initializer
+    stored.append(numpy_helper.from_array(np.array([axis]), f"{begin}_axis"))
+    made = []
     for number in sorted({*numbers, *(number + 1 for number in numbers)}):
-        graph.initializer.append(numpy_helper.from_array(np.array([number]), f"{node.output[0]}_{number}"))
-        found.append(helper.make_node("Mul", [size, f"{node.output[0]}_{number}"], [f"{node.output[0]}_at_{number}"]))
-    for number, reader in zip(numbers, readers, strict=True):
-        ends = [f"{node.output[0]}_at_{number}", f"{node.output[0]}_at_{number + 1}", f"{node.output[0]}_axis"]
-        found.append(
-            helper.make_node("Slice", [node.input[0], *ends], [reader.output[0]], name=f"{node.name}_{number}")
-        )
-    return found
+        stored.append(numpy_helper.from_array(np.array([number]), f"{begin}_{number}"))
+        made.append(helper.make_node("Mul", [size, f"{begin}_{number}"], [f"{begin}_at_{number}"]))
+    for number, result in zip(numbers, results, strict=True):
+        inputs = [source, f"{begin}_at_{number}", f"{begin}_at_{number + 1}", f"{begin}_axis"]
+        made.append(helper.make_node("Slice", inputs, [result], name=f"{node.name}_{number}"))
+    return made
+
+
+def _split(node: NodeProto, index: GraphIndex, numbers: list[int], results: list[str], axis: int) -> list[NodeProto]:
+    """Return the Split into parts of stored sizes."""
+    shape = declared_types(index.graph).get(node.input[0], ("", None))[1]
+    if not shape:
+        return []
+    length, sizes = shape[axis], array(index.stored[node.input[1]])
+    if sizes.ndim == 0:
+        if not isinstance(length, int) or not length:
+            return []
+        step = int(sizes)
+        sizes = np.array([min(step, length - start) for start in range(0, length, step)])
+    wanted = [number % len(sizes) for number in numbers]
+    if len(set(wanted)) != len(wanted):
+        return []
+    names = dict(zip(wanted, results, strict=True))
+    tensor = numpy_helper.from_array(sizes.astype(np.int64), f"{node.output[0]}_sizes")
+    index.graph.initializer.append(tensor)
+    # every part needs a name, also one that nothing reads
+    outputs = [names.get(place, f"{node.output[0]}_{place}") for place in range(len(sizes))]
+    return [helper.make_node("Split", [node.input[0], tensor.name], outputs, name=node.name, axis=axis)]
 
 
 def _is_number(name: str, graph: GraphProto) -> bool:
     """Return whether a computed tensor is known to be a single number."""
     typed = next((info.type.tensor_type for info in graph.value_info if info.name == name), None)
     return typed is not None and typed.HasField("shape") and not typed.shape.dim
-
-
-def _as_split(
-    node: NodeProto, readers: Sequence[NodeProto], stored: dict[str, Any], graph: GraphProto
-) -> NodeProto | None:
-    if node.op_type != "SplitToSequence" or len(node.input) < 2 or node.input[1] not in stored:
-        return None
-    places = [stored.get(r.input[1]) if r.op_type == "SequenceAt" else None for r in readers]
-    facts = attributes(node)
-    typed = (*graph.value_info, *graph.output, *graph.input)
-    shape = next((info.type.tensor_type.shape for info in typed if info.name == node.input[0]), None)
-    axis = int(facts.get("axis", 0))
-    if any(place is None for place in places) or facts.get("keepdims", 1) != 1 or shape is None or not shape.dim:
-        return None
-    length = shape.dim[axis].dim_value
-    sizes = numpy_helper.to_array(stored[node.input[1]])
-    if sizes.ndim == 0:
-        step = int(sizes)
-        if not length:
-            return None
-        sizes = np.array([min(step, length - start) for start in range(0, length, step)])
-    wanted = [int(numpy_helper.to_array(place)) % len(sizes) for place in places if place is not None]
-    if len(set(wanted)) != len(wanted):
-        return None
-    names = {index: reader.output[0] for index, reader in zip(wanted, readers, strict=True)}
-    tensor = numpy_helper.from_array(sizes.astype(np.int64), f"{node.output[0]}_sizes")
-    graph.initializer.append(tensor)
-    # every part needs a name, also one that nothing reads
-    outputs = [names.get(index, f"{node.output[0]}_{index}") for index in range(len(sizes))]
-    return helper.make_node("Split", [node.input[0], tensor.name], outputs, name=node.name, axis=axis)
 
 
 def _marks_output(mark: NodeProto) -> bool:

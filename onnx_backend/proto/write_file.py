@@ -43,91 +43,50 @@ class StagedModel:
 Check = Callable[[StagedModel], None]
 
 
-def write_file(
-    path: str | os.PathLike[str],
-    model: ModelProto,
+def write_files(
+    models: Mapping[Path, ModelProto],
     large: Mapping[str, LargeTensor],
     *,
+    base: Path,
     external_data: bool | None = None,
     companions: Mapping[Path, str | bytes | IO[bytes]] | None = None,
     in_use: Collection[Path] = (),
     check: Check | None = None,
 ) -> list[Path]:
-    """Write a model and its companions so that at any moment either the old files stand or the new ones.
+    """Write a model, or several of one folder that share their weights, so that either all old files stand or all new.
 
-    The model is renamed into place last. Data files of earlier models of its name are removed after that.
-
-    Args:
-        path: of the model.
-        model: with stubs for large tensors; its metadata is changed.
-        large: by name.
-        external_data: True to keep large tensors in a file beside it; None for only where one file cannot hold them.
-        companions: texts, or files open for reading, by path.
-        in_use: files that are still read, which are not removed.
-        check: is called before anything of the old model is replaced; what it raises leaves that as it is.
-
-    Returns:
-        The paths that were written: the model, its companions, its data file.
-    """
-    outside = outside_of(model, large)
-    size = sum(map(_length, _layout(model, outside)))
-    beside = size > SINGLE if external_data is None else external_data
-    if external_data is False and size > SINGLE:
-        raise ExportError(
-            f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
-        )
-    files = {Path(os.path.realpath(path)): model}
-    data = _commit(path, files, outside, beside=beside, companions=companions or {}, in_use=in_use, check=check)
-    return [Path(path), *(companions or {}), *data]
-
-
-def write_sharing(
-    models: Mapping[Path, ModelProto],
-    large: Mapping[str, LargeTensor],
-    *,
-    base: Path,
-    companions: Mapping[Path, str | bytes | IO[bytes]],
-    in_use: Collection[Path] = (),
-    check: Check | None = None,
-) -> list[Path]:
-    """Write models of one folder whose large tensors lie in one file, which is named after `base`.
-
-    Each model names the data and holds its hash. They are renamed into place last, one after the other: between two
-    renames, and after a crash there, the first is the new one and the next still the old one, with its own data.
+    Models are renamed into place last, and name the data with its hash. Of several, between two renames and after a
+    crash there, the first is the new one and the next still the old one, with its own data. Data files of earlier
+    models are removed after that.
 
     Args:
-        models: by path, with stubs for large tensors; what they hold themselves they keep.
+        models: by path, with stubs for large tensors; their metadata is changed.
         large: by name; equal names in two models are one tensor.
-        base: what data files are named after; nothing is written there.
+        base: what data files are named after: the path of the model, or of several a name at which nothing is written.
+        external_data: True to keep large tensors of one model in a file beside it, as those of several are; None for
+            only where one file cannot hold them.
         companions: texts, or files open for reading, by path.
         in_use: files that are still read, which are not removed.
-        check: see `write_file`; of each model.
+        check: is called for each model before anything old is replaced; what it raises leaves that as it is.
 
     Returns:
         The paths that were written: the models, the companions, the data file.
     """
-    outside: dict[str, LargeTensor] = {}
-    for model in models.values():
-        ours = {t.name for t in model.graph.initializer if is_stub(t) or is_reference(t)}
-        outside |= {name: tensor for name, tensor in outside_of(model, large).items() if name in ours}
-    data = _commit(base, models, outside, beside=True, companions=companions, in_use=in_use, check=check)
-    return [*models, *companions, *data]
-
-
-def _commit(
-    base: str | os.PathLike[str],
-    models: Mapping[Path, ModelProto],
-    outside: dict[str, LargeTensor],
-    *,
-    beside: bool,
-    companions: Mapping[Path, str | bytes | IO[bytes]],
-    in_use: Collection[Path],
-    check: Check | None,
-) -> list[Path]:
-    """Write everything under temporary names, rename it, the models last, and return the new data file, if there is."""
+    alone, outside, beside = base in models, dict[str, LargeTensor](), True
     for model in models.values():
         drop_properties(model, (DATA_KEY,))  # that of the file it was opened from
-    with staging_with(base, companions) as (stage, renames):
+        own = outside_of(model, large)
+        ours = {t.name for t in model.graph.initializer if alone or is_stub(t) or is_reference(t)}
+        outside |= {name: tensor for name, tensor in own.items() if name in ours}
+        if alone:
+            size = sum(map(_length, _layout(model, outside)))
+            beside = size > SINGLE if external_data is None else external_data
+            if not beside and size > SINGLE:
+                raise ExportError(
+                    f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
+                )
+    places = {Path(os.path.realpath(path)): model for path, model in models.items()}
+    with staging_with(base, companions or {}) as (stage, renames):
         kept, beside_them = set(in_use), 0
         if beside and outside:
             temporary, data = _staged_data(stage, models.values(), outside)
@@ -136,14 +95,14 @@ def _commit(
             outside = {}
             if data not in in_use:  # else it holds the same bytes, and its readers are not disturbed
                 renames.insert(0, (temporary, data))
-        staged = {path: stage.write(partial(_write_message, model=models[path], outside=outside)) for path in models}
+        staged = {path: stage.write(partial(_write_message, model=places[path], outside=outside)) for path in places}
         if check is not None:
             with _in_place(stage, renames, kept - set(in_use)):
-                for path, model in models.items():
+                for path, model in places.items():
                     check(StagedModel(staged[path], path, model, staged[path].stat().st_size + beside_them))
         renames += [(temporary, path) for path, temporary in staged.items()]
         stage.commit(renames, drop=lambda: data_files(stage.target) - kept)
-    return sorted(kept - set(in_use))
+    return [*models, *(companions or {}), *sorted(kept - set(in_use))]
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.runtime.feeds import run_session
 from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim
-from onnx_backend.walk.run import LiveTensors, SteppedRun
-from onnx_backend.walk.sections import Stream, bfloat16_in
+from onnx_backend.walk.run import LiveTensors, SteppedRun, Stream, bfloat16_in
 from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 from qsdk.core.errors import DataError
 from qsdk.core.planning.plan import Plan

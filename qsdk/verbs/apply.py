@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from onnx_backend.opening.stored_encodings import stored_encodings
+from onnx_backend.opening.encodings_of_file import stored_encodings
 from onnx_backend.proto import model_io
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_with_encodings import NOT_MENTIONED, sim_with_encodings

@@ -10,8 +10,7 @@ from onnx import ModelProto
 from onnx_backend.data_passes.overflow import with_overflow
 from onnx_backend.data_passes.written_file import Opened, check_written
 from onnx_backend.export import Shapes, without_uncalibrated, write_model
-from onnx_backend.opening.plan_of_qdq import merge_provenance
-from onnx_backend.opening.stored_encodings import float_facts
+from onnx_backend.opening.encodings_of_file import float_facts, merge_provenance
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto.write_file import StagedModel
 from onnx_backend.runtimes.registry import runtime_named

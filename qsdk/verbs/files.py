@@ -13,8 +13,8 @@ from onnx import ModelProto
 from torch import nn
 
 from onnx_backend import saved as saved_onnx
+from onnx_backend.opening.encodings_of_file import float_facts, stored_encodings
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.opening.stored_encodings import float_facts, stored_encodings
 from onnx_backend.proto import model_io
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import QuantConfig

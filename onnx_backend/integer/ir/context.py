@@ -24,8 +24,8 @@ from onnx_backend.integer.ir.values import (
     Value,
     dequantize_codes,
 )
+from onnx_backend.opening.encodings_of_file import UNMARKED
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.opening.stored_encodings import UNMARKED
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.proto.weightless import declared_types

@@ -4,7 +4,7 @@ import numpy as np
 from foreign_models import aimet, by_onnxruntime, pt2e
 from qdq_models import convnet, mlp
 
-from onnx_backend.opening.plan_of_qdq import FLOAT_IN_FILE
+from onnx_backend.opening.encodings_of_file import FLOAT_IN_FILE
 from qsdk import calibrate, export, quantize
 from qsdk.core.config.config import w8a8
 from qsdk.verbs.files import load, save

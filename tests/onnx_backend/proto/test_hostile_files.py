@@ -14,7 +14,7 @@ from qdq_models import convnet
 from torch_models import ConvNet, calibrated, seeded
 
 import qsdk
-from onnx_backend.proto.write_file import write_file
+from onnx_backend.proto.write_file import write_files
 from qsdk.core.atomic_files import write_text, write_with_companions
 from qsdk.core.errors import ExportError, FileFormatError
 
@@ -186,7 +186,7 @@ def test_what_only_bears_the_name_of_an_old_data_file_stays(tmp_path: Path):
     os.mkfifo(fifo)
     old = tmp_path / f"model.onnx.{'1' * 16}.data"
     old.write_text("of an earlier model")
-    write_file(tmp_path / "model.onnx", convnet(), {}, external_data=True)
+    write_files({tmp_path / "model.onnx": convnet()}, {}, base=tmp_path / "model.onnx", external_data=True)
     assert stat.S_ISFIFO(kind_of(fifo))
     assert not old.exists()
 

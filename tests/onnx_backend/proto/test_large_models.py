@@ -19,7 +19,7 @@ from onnx_backend.proto import write_file as writing
 from onnx_backend.proto.external_data import DATA_KEY, INLINE, array, data_facts
 from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_large
 from onnx_backend.proto.model_io import load, serialize
-from onnx_backend.proto.write_file import write_file
+from onnx_backend.proto.write_file import write_files
 from qsdk.core.errors import ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
@@ -105,7 +105,7 @@ def test_an_encoding_that_does_not_fit_is_refused_before_anything_is_written(sim
 
 def test_the_streamed_file_is_the_serialized_model(sim, tmp_path):
     lowered = lower(sim.traced().model, sim.plan, sim.encodings)
-    write_file(tmp_path / "m.onnx", lowered.model, lowered.large)
+    write_files({tmp_path / "m.onnx": lowered.model}, lowered.large, base=tmp_path / "m.onnx")
     whole = with_large(lowered.model, lowered.large)
     assert (tmp_path / "m.onnx").read_bytes() == whole.SerializeToString()
     assert os.listdir(tmp_path) == ["m.onnx"]

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.runtime.repeated_session import RepeatedSession, drop_repeated_pairs
-from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.session import RepeatedSession, drop_repeated_pairs, simulation_session
 
 GRID = (np.float32(0.037), np.uint8(131))
 

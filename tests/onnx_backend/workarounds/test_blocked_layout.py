@@ -9,8 +9,7 @@ from torch import nn
 import qsdk
 from onnx_backend.calibration.observe import statistics_graph
 from onnx_backend.proto.model_io import load
-from onnx_backend.runtime.repeated_session import RepeatedSession
-from onnx_backend.runtime.session import session_in_blocks, simulation_session
+from onnx_backend.runtime.session import RepeatedSession, session_in_blocks, simulation_session
 from onnx_backend.workarounds.blocked_layout import DOMAIN, keep_blocks
 from qsdk.core.ranges.statistics import observed_sites
 
@@ -184,7 +183,7 @@ def test_a_session_is_opened_in_blocks_once_its_runs_have_taken_as_long(clock, k
         clock.now += 2.0
         return simulation_session(*given, **options)
 
-    monkeypatch.setattr("onnx_backend.runtime.repeated_session.simulation_session", slow)
+    monkeypatch.setattr("onnx_backend.runtime.session.simulation_session", slow)
     session = RepeatedSession(model)
     first = session._session
     monkeypatch.setattr(session, "_session", Slow(first, clock, seconds=0.9))
