@@ -21,9 +21,8 @@ from qsdk.algorithms.solvers.rounding import (
     damp,
     order_by_diagonal,
 )
-from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.core.numerics.dtypes import DType, dtype_named, int4, int8, uint4
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, Spec
 
 int3 = dtype_named("int3")
@@ -261,30 +260,3 @@ def test_ranges_and_rounding_help_each_other() -> None:
     both = rounded(replace(problem, encoding=better.encoding))
     assert both.error_after < rounded(problem).error_after
     assert both.error_after < better.error_after
-
-
-def test_frozen_encodings_stay_with_a_note() -> None:
-    problem = problem_of(LINEAR, Spec(int4, PER_CHANNEL))
-    found = rounded(replace(problem, encoding=replace(problem.encoding, frozen=True)))
-    assert found.weight is None
-    assert found.note == "its encoding is frozen"
-    assert found.error_after == found.error_before > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"damping": 0}, "fc:weight: a damping of 0 is not positive"),
-        ({"method": "slow"}, "unknown method 'slow' of adaround; choose one of fast, relaxed"),
-        ({"starts": 0}, "fc:weight: 0 starts and None iterations; give at least 1 and 0"),
-        ({"iterations": -1}, "fc:weight: 4 starts and -1 iterations; give at least 1 and 0"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rounded(problem_of(WeightLayout("linear", (4, 6)), Spec(int4, PER_CHANNEL)), **options)
-
-
-def test_what_has_no_integer_grid_is_refused() -> None:
-    with pytest.raises(ConfigError, match="fc:weight: adaround needs an integer grid, not float8e4m3fn"):
-        rounded(problem_of(WeightLayout("linear", (4, 6)), Spec(float8e4m3fn, PER_CHANNEL)))

@@ -1,7 +1,6 @@
 """GPTQ: on the grid, better than nearest and SeqMSE on data it has not seen, never worse where data was held back."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ from random_problems import LAYERS, problem_of
 
 from qsdk.algorithms.solvers import adaround, gptq, seq_mse
 from qsdk.algorithms.solvers.heldout_check import with_held_back
-from qsdk.core.errors import ConfigError
-from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.layers.layer_problem import WeightLayout
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
-from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.core.numerics.dtypes import DType, dtype_named, int4, int8, uint4
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 
 int2, int3 = dtype_named("int2"), dtype_named("int3")
@@ -173,29 +171,3 @@ def test_rows_that_stand_for_their_moments_give_the_same() -> None:
     rows = (vectors * values.clamp(min=0).sqrt()).mT[-40:].float()[None]
     found = gptq.solve(replace(problem, h=None, x_quantized=rows), shift_bias=False)
     assert found.error_after == pytest.approx(gptq.solve(problem, shift_bias=False).error_after, rel=0.02)
-
-
-def test_frozen_encodings_stay_with_a_note() -> None:
-    problem = problem_of(LINEAR, Spec(int4, PER_CHANNEL))
-    found = gptq.solve(replace(problem, encoding=replace(problem.encoding, frozen=True)))
-    assert (found.weight, found.note) == (None, "its encoding is frozen")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"damping": -1}, "fc:weight: a damping of -1 is not positive"),
-        ({"scales": "free"}, "unknown scales 'free' of gptq; choose one of search, fixed"),
-        ({"block_size": 0}, "fc:weight: blocks of 0 and 1 sweeps; give at least 1 and 0"),
-        ({"sweeps": -1}, "fc:weight: blocks of 128 and -1 sweeps; give at least 1 and 0"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        gptq.solve(problem_of(WeightLayout("linear", (4, 6)), Spec(int4, PER_CHANNEL)), **options)
-
-
-def test_what_has_no_integer_grid_is_refused() -> None:
-    problem: LayerProblem = problem_of(WeightLayout("linear", (4, 6)), Spec(float8e4m3fn, PER_CHANNEL))
-    with pytest.raises(ConfigError, match="fc:weight: gptq needs an integer grid, not float8e4m3fn"):
-        gptq.solve(problem)

@@ -10,38 +10,6 @@ from torch import Tensor
 from qsdk.algorithms.graph_in_torch.values import DTYPES, Kernels
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    return torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc")
-
-
-def _modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
-    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
-
-
-def _power(a: Tensor, b: Tensor) -> Tensor:
-    return torch.pow(a, b).to(a.dtype)
-
-
-def _add(*given: Tensor) -> Tensor:
-    return reduce(torch.add, given)
-
-
-def _mean(*given: Tensor) -> Tensor:
-    return reduce(torch.add, given) / len(given)
-
-
-def _largest(*given: Tensor) -> Tensor:
-    return reduce(torch.maximum, given)
-
-
-def _smallest(*given: Tensor) -> Tensor:
-    return reduce(torch.minimum, given)
-
-
 def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     if low is None or high is None or not x.is_floating_point() or low.requires_grad or high.requires_grad:
         return x if low is None and high is None else torch.clamp(x, low, high)
@@ -51,49 +19,12 @@ def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> T
     return F.hardtanh(x, least, most)  # whose gradient is one kernel; that of a clamp to tensors takes three
 
 
-# the other attributes of a cast are about float8, which no tensor of a float graph has
-def _cast(x: Tensor, *, to: int, round_mode: str = "up", saturate: int = 1) -> Tensor:
-    return x.to(DTYPES[to])
-
-
-def _cast_like(x: Tensor, like: Tensor, *, round_mode: str = "up", saturate: int = 1) -> Tensor:
-    return x.to(like.dtype)
-
-
 def _is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
     return (torch.isneginf(x) & bool(detect_negative)) | (torch.isposinf(x) & bool(detect_positive))
 
 
-def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
-    return torch.where(x < 0, x * alpha, x)
-
-
-def _prelu(x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x < 0, x * slope, x)
-
-
-def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.elu(x, alpha)
-
-
-def _selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
-    return gamma * F.elu(x, alpha)
-
-
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
 def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
     return torch.clamp(x * alpha + beta, 0, 1)
-
-
-def _hard_swish(x: Tensor) -> Tensor:
-    return x * _hard_sigmoid(x, alpha=1 / 6)
-
-
-def _swish(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return x * torch.sigmoid(x * alpha)
 
 
 def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = None, *, seed: int = 0) -> Tensor:
@@ -112,34 +43,35 @@ ELEMENTWISE: Kernels = MappingProxyType(
     {
         **{name: getattr(torch, name.lower()) for name in _SAME.split()},
         **{name: getattr(torch, f"logical_{name.lower()}") for name in _LOGICAL},
-        "Cast": _cast,
-        "CastLike": _cast_like,
+        # the other attributes of a cast are about float8, which no tensor of a float graph has
+        "Cast": lambda x, *, to, round_mode="up", saturate=1: x.to(DTYPES[to]),
+        "CastLike": lambda x, like, *, round_mode="up", saturate=1: x.to(like.dtype),
         "Clip": _clip,
-        "Div": _divide,
+        "Div": lambda a, b: torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc"),
         "Dropout": _dropout,
-        "Elu": _elu,
+        "Elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
         "Equal": torch.eq,
-        "Gelu": _gelu,
+        "Gelu": lambda x, *, approximate="none": F.gelu(x, approximate=approximate),
         "Greater": torch.gt,
         "GreaterOrEqual": torch.ge,
         "HardSigmoid": _hard_sigmoid,
-        "HardSwish": _hard_swish,
-        "Identity": _identity,
+        "HardSwish": lambda x: x * _hard_sigmoid(x, alpha=1 / 6),
+        "Identity": lambda x: x,
         "IsInf": _is_infinite,
-        "LeakyRelu": _leaky_relu,
+        "LeakyRelu": lambda x, *, alpha=0.01: torch.where(x < 0, x * alpha, x),
         "Less": torch.lt,
         "LessOrEqual": torch.le,
-        "Max": _largest,
-        "Mean": _mean,
-        "Min": _smallest,
+        "Max": lambda *given: reduce(torch.maximum, given),
+        "Mean": lambda *given: reduce(torch.add, given) / len(given),
+        "Min": lambda *given: reduce(torch.minimum, given),
         "Mish": F.mish,
-        "Mod": _modulo,
-        "PRelu": _prelu,
-        "Pow": _power,
-        "Selu": _selu,
+        "Mod": lambda a, b, *, fmod=0: torch.fmod(a, b) if fmod else torch.remainder(a, b),
+        "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),
+        "Pow": lambda a, b: torch.pow(a, b).to(a.dtype),
+        "Selu": lambda x, *, alpha=1.6732631921768188, gamma=1.0507010221481323: gamma * F.elu(x, alpha),
         "Softplus": F.softplus,
         "Softsign": F.softsign,
-        "Sum": _add,
-        "Swish": _swish,
+        "Sum": lambda *given: reduce(torch.add, given),
+        "Swish": lambda x, *, alpha=1.0: x * torch.sigmoid(x * alpha),
     }
 )

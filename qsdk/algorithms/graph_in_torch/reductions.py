@@ -100,39 +100,15 @@ def _sum(x: Tensor, axes: Sequence[int]) -> Tensor:
     return x.sum(list(axes), keepdim=True, dtype=x.dtype)
 
 
-def _mean(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return x.mean(list(axes), keepdim=True)
-
-
 def _product(x: Tensor, axes: Sequence[int]) -> Tensor:
     for axis in axes:
         x = x.prod(axis, keepdim=True, dtype=x.dtype)
     return x
 
 
-def _sum_of_sizes(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return _sum(x.abs(), axes)
-
-
-def _sum_of_squares(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return _sum(x * x, axes)
-
-
 def _length(x: Tensor, axes: Sequence[int]) -> Tensor:
     result: Tensor = torch.linalg.vector_norm(x, dim=tuple(axes), keepdim=True)  # its gradient at zero is zero
     return result
-
-
-def _log_of_sum_of_powers(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return torch.logsumexp(x, tuple(axes), keepdim=True)
-
-
-def _largest(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return torch.amax(x, tuple(axes), keepdim=True)
-
-
-def _smallest(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return torch.amin(x, tuple(axes), keepdim=True)
 
 
 def _place_of_largest(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
@@ -161,30 +137,22 @@ def _running_sum(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 
     return result.flip(along) if reverse else result
 
 
-def _softmax(x: Tensor, *, axis: int = -1) -> Tensor:
-    return torch.softmax(x, axis)
-
-
-def _log_softmax(x: Tensor, *, axis: int = -1) -> Tensor:
-    return torch.log_softmax(x, axis)
-
-
 REDUCTIONS: Kernels = MappingProxyType(
     {
         "ArgMax": _place_of_largest,
         "ArgMin": _place_of_smallest,
         "CumSum": _running_sum,
-        "LogSoftmax": _log_softmax,
-        "ReduceL1": _reduction(_sum_of_sizes),
+        "LogSoftmax": lambda x, *, axis=-1: torch.log_softmax(x, axis),
+        "ReduceL1": _reduction(lambda x, axes: _sum(x.abs(), axes)),
         "ReduceL2": _reduction(_length),
-        "ReduceLogSumExp": _reduction(_log_of_sum_of_powers),
-        "ReduceMax": _reduction(_largest),
-        "ReduceMean": _reduction(_mean),
-        "ReduceMin": _reduction(_smallest),
+        "ReduceLogSumExp": _reduction(lambda x, axes: torch.logsumexp(x, tuple(axes), keepdim=True)),
+        "ReduceMax": _reduction(lambda x, axes: torch.amax(x, tuple(axes), keepdim=True)),
+        "ReduceMean": _reduction(lambda x, axes: x.mean(list(axes), keepdim=True)),
+        "ReduceMin": _reduction(lambda x, axes: torch.amin(x, tuple(axes), keepdim=True)),
         "ReduceProd": _reduction(_product),
         "ReduceSum": _reduction(_sum),
-        "ReduceSumSquare": _reduction(_sum_of_squares),
-        "Softmax": _softmax,
+        "ReduceSumSquare": _reduction(lambda x, axes: _sum(x * x, axes)),
+        "Softmax": lambda x, *, axis=-1: torch.softmax(x, axis),
         "TopK": _top,
     }
 )

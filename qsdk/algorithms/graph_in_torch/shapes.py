@@ -28,10 +28,6 @@ def _gather(x: Tensor, places: Tensor, *, axis: int = 0) -> Tensor:
     return chosen.reshape([*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]])
 
 
-def _gather_elements(x: Tensor, places: Tensor, *, axis: int = 0) -> Tensor:
-    return torch.gather(x, axis, _from_start(places, x.shape[axis]))
-
-
 def _gather_nd(x: Tensor, places: Tensor, *, batch_dims: int = 0) -> Tensor:
     depth = places.shape[-1]
     count = math.prod(x.shape[:batch_dims])
@@ -67,29 +63,17 @@ def _one_hot(places: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -
     return torch.where(hot == torch.arange(size).reshape(shape), values[1], values[0])
 
 
-def _non_zero(x: Tensor) -> Tensor:
-    return torch.nonzero(x).T.reshape(x.ndim, -1)
-
-
 INDEXING: Kernels = MappingProxyType(
     {
         "Gather": _gather,
-        "GatherElements": _gather_elements,
+        "GatherElements": lambda x, places, *, axis=0: torch.gather(x, axis, _from_start(places, x.shape[axis])),
         "GatherND": _gather_nd,
-        "NonZero": _non_zero,
+        "NonZero": lambda x: torch.nonzero(x).T.reshape(x.ndim, -1),
         "OneHot": _one_hot,
         "ScatterElements": _scatter_elements,
         "ScatterND": _scatter_nd,
     }
 )
-
-
-def _shape(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
-    return torch.tensor(x.shape[start:end], dtype=torch.int64)
-
-
-def _size(x: Tensor) -> Tensor:
-    return torch.tensor(x.numel())
 
 
 def _reshape(x: Tensor, shape: Tensor, *, allowzero: int = 0) -> Tensor:
@@ -106,10 +90,6 @@ def _transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
     return x.permute(list(reversed(range(x.ndim))) if perm is None else list(perm))
 
 
-def _squeeze(x: Tensor, axes: Tensor | None = None) -> Tensor:
-    return x.squeeze() if axes is None else x.squeeze(tuple(ints(axes)))
-
-
 def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
     rank = x.ndim + axes.numel()
     for axis in sorted(axis % rank for axis in ints(axes)):
@@ -121,14 +101,6 @@ def _expand(x: Tensor, shape: Tensor) -> Tensor:
     wanted = [1] * (x.ndim - shape.numel()) + ints(shape)
     sizes = [1] * (len(wanted) - x.ndim) + list(x.shape)
     return x.expand([size if n == 1 else n for size, n in zip(sizes, wanted, strict=True)])
-
-
-def _tile(x: Tensor, repeats: Tensor) -> Tensor:
-    return x.repeat(ints(repeats))
-
-
-def _concat(*given: Tensor, axis: int) -> Tensor:
-    return torch.cat(given, axis)
 
 
 def _split(
@@ -215,7 +187,7 @@ def _triangle(x: Tensor, diagonal: Tensor | None = None, *, upper: int = 1) -> T
 
 SHAPES: Kernels = MappingProxyType(
     {
-        "Concat": _concat,
+        "Concat": lambda *given, axis: torch.cat(given, axis),
         "ConstantOfShape": _constant_of_shape,
         "DepthToSpace": _depth_to_space,
         "Expand": _expand,
@@ -223,13 +195,13 @@ SHAPES: Kernels = MappingProxyType(
         "Pad": _pad,
         "Range": _range,
         "Reshape": _reshape,
-        "Shape": _shape,
-        "Size": _size,
+        "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
+        "Size": lambda x: torch.tensor(x.numel()),
         "Slice": _slice,
         "SpaceToDepth": _space_to_depth,
         "Split": _split,
-        "Squeeze": _squeeze,
-        "Tile": _tile,
+        "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(ints(axes))),
+        "Tile": lambda x, repeats: x.repeat(ints(repeats)),
         "Transpose": _transpose,
         "Trilu": _triangle,
         "Unsqueeze": _unsqueeze,

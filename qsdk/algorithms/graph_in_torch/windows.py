@@ -121,19 +121,11 @@ def _sums(x: Tensor, window: Window) -> Tensor:
     return found.reshape(*x.shape[:2], *found.shape[2:])
 
 
-def _global_average(x: Tensor) -> Tensor:
-    return x.mean(list(range(2, x.ndim)), keepdim=True)
-
-
-def _global_max(x: Tensor) -> Tensor:
-    return x.amax(list(range(2, x.ndim)), keepdim=True)
-
-
 POOLING: Kernels = MappingProxyType(
     {
         "AveragePool": _average_pool,
-        "GlobalAveragePool": _global_average,
-        "GlobalMaxPool": _global_max,
+        "GlobalAveragePool": lambda x: x.mean(list(range(2, x.ndim)), keepdim=True),
+        "GlobalMaxPool": lambda x: x.amax(list(range(2, x.ndim)), keepdim=True),
         "MaxPool": _max_pool,
     }
 )

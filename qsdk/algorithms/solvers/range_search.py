@@ -324,7 +324,7 @@ class _Descent:
     def choice(self) -> ScaleChoice:
         """Move as long as the loss falls, and return the final candidates."""
         end = len(self._scales) - 1
-        if not (torch.equal(self._scales[0], self._scales[end]) and self._zero_points_are_equal(0, end)):
+        if any(not torch.equal(table[0], table[end]) for table in (self._scales, self._zero_points)):
             self._try(self._units[self._best != end], torch.full_like(self._best, end))
         start = self._best.clone()
         for step in (1, -1):
@@ -333,9 +333,6 @@ class _Descent:
                 moved = (self._best + step).clamp(0, end)
                 active = self._try(active[moved[active] != self._best[active]], moved)
         return self.start()
-
-    def _zero_points_are_equal(self, one: int, other: int) -> bool:
-        return torch.equal(self._zero_points[one], self._zero_points[other])
 
     def _try(self, active: Tensor, moved: Tensor) -> Tensor:
         """Move units to other candidates where that lowers their loss, and return those that moved."""

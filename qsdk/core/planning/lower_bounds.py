@@ -121,30 +121,10 @@ def _raised(graph: Graph, op: Op, low: Bounds) -> float:
     return 0.0 if base >= 0.0 or (exponent is not None and exponent % 2 == 0) else _UNKNOWN
 
 
-def _root(graph: Graph, op: Op, low: Bounds) -> float:
-    return float(np.sqrt(max(low(op.inputs[0]), 0.0)))
-
-
-def _inverse(graph: Graph, op: Op, low: Bounds) -> float:
-    return _ABOVE_ZERO if low(op.inputs[0]) >= 0.0 else _UNKNOWN
-
-
 def _clipped(graph: Graph, op: Op, low: Bounds) -> float:
     given = op.attributes.get("min")
     least = low(op.inputs[1]) if len(op.inputs) > 1 else _UNKNOWN if given is None else float(given)
     return max(low(op.inputs[0]), least)
-
-
-def _largest(graph: Graph, op: Op, low: Bounds) -> float:
-    return max((low(t) for t in op.inputs), default=_UNKNOWN)
-
-
-def _smallest(graph: Graph, op: Op, low: Bounds) -> float:
-    return _least(op, low)
-
-
-def _chosen(graph: Graph, op: Op, low: Bounds) -> float:
-    return min(low(op.inputs[1]), low(op.inputs[2]))
 
 
 def _summed(graph: Graph, op: Op, low: Bounds) -> float:
@@ -235,12 +215,12 @@ _BOUNDS: Mapping[str, Callable[[Graph, Op, Bounds], float]] = MappingProxyType(
         "Mul": _multiplied,
         "Div": _divided,
         "Pow": _raised,
-        "Sqrt": _root,
-        "Reciprocal": _inverse,
+        "Sqrt": lambda graph, op, low: float(np.sqrt(max(low(op.inputs[0]), 0.0))),
+        "Reciprocal": lambda graph, op, low: _ABOVE_ZERO if low(op.inputs[0]) >= 0.0 else _UNKNOWN,
         "Clip": _clipped,
-        "Max": _largest,
-        "Min": _smallest,
-        "Where": _chosen,
+        "Max": lambda graph, op, low: max((low(t) for t in op.inputs), default=_UNKNOWN),
+        "Min": lambda graph, op, low: _least(op, low),
+        "Where": lambda graph, op, low: min(low(op.inputs[1]), low(op.inputs[2])),
         "ReduceSum": _summed,
         "Exp": _exponential,
         "DequantizeLinear": _on_grid,
