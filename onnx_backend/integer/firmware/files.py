@@ -36,10 +36,9 @@ struct qsdk_edge {
 
 
 def header(program: FirmwareProgram) -> str:
-    """Return a program as a C99 header with static data for a batch of 1; equal programs have equal texts.
+    """Return a program as a C99 header for a batch of 1; equal programs have equal texts.
 
-    Raises:
-        IntegerError: sizes are not static, or an operation has no form in the header; it is named.
+    Sizes that are not static and operations without a form in C are an IntegerError that names them.
     """
     static = static_program(program)
     stored = [tensor for tensor in static.tensors.values() if tensor.values is not None]
@@ -131,11 +130,7 @@ _PROGRAM = "program.json"
 
 
 def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os.PathLike[str]) -> None:
-    """Refuse a path without a known suffix, or one that is among the other files to write; None is fine.
-
-    Raises:
-        ConfigError: the suffix is neither `.npz` nor `.h`, or the path is taken.
-    """
+    """Raise ConfigError for a path without a known suffix, or one of the other files to write; None is fine."""
     if path is None:
         return
     if Path(path).suffix not in _SUFFIXES:
@@ -145,11 +140,7 @@ def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os
 
 
 def require_straight(result: IntegerResult) -> None:
-    """Refuse a conversion whose operations are not in a straight line.
-
-    Raises:
-        IntegerError: a Scan is among them, which firmware programs do not have.
-    """
+    """Raise IntegerError for a conversion with a Scan: firmware programs are a straight line of operations."""
     for node in result.model.graph.node:
         if node.op_type == "Scan":
             raise IntegerError(
@@ -160,9 +151,8 @@ def require_straight(result: IntegerResult) -> None:
 def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of the file `path`: a NumPy archive for `.npz`, a C99 header for `.h`.
 
-    Raises:
-        ConfigError: the suffix is another, or the conversion is not one to integers alone.
-        IntegerError: a header cannot express an operation; it is named.
+    Another suffix, or kernels and float nodes in the conversion, are a ConfigError; an operation that a header cannot
+    express is an IntegerError that names it.
     """
     require_firmware_path(path)
     require_straight(result)

@@ -93,11 +93,7 @@ class FirmwareProgram:
 
 
 def firmware_program(result: IntegerResult) -> FirmwareProgram:
-    """Return the program of a conversion to integers alone.
-
-    Raises:
-        ConfigError: the conversion wrote kernels with scales of their own, or kept nodes in float.
-    """
+    """Return the program of a conversion to integers alone; raise ConfigError for kernels and float nodes."""
     certificate = result.certificate
     if certificate["target"] == "onnxruntime":
         raise ConfigError('firmware= needs target="standard": the kernels of a runtime have no program')
@@ -242,11 +238,7 @@ def _plain_array(tensor: TensorProto) -> Array:
 
 
 def narrowest(values: Array, kinds: Sequence[Any] = _NARROW) -> Array:
-    """Return integers in the first of the dtypes that holds them all.
-
-    Raises:
-        IntegerError: none does.
-    """
+    """Return integers in the first of the dtypes that holds them all."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     for kind in kinds:
         if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:

@@ -154,11 +154,7 @@ _SUMS = frozenset({"CONV", "CHANNEL_CONV", "MATMUL", "WINDOW_SUM"})
 
 
 def static_program(program: FirmwareProgram) -> StaticProgram:
-    """Return a program for a batch of 1.
-
-    Raises:
-        IntegerError: an input has another dynamic size, or an operation has no form in C: it is named.
-    """
+    """Return a program for a batch of 1; an open size or an operation without a form in C is an IntegerError."""
     lowering = _StaticLowering(program, run_reference(program.model, _zeros(program.model), every_tensor=True))
     for op in program.ops:
         lowering.add(op)
@@ -177,11 +173,7 @@ def static_program(program: FirmwareProgram) -> StaticProgram:
 
 
 def _zeros(model: ModelProto) -> dict[str, Array]:
-    """Return an array of zeros, of batch 1, for each input.
-
-    Raises:
-        IntegerError: another axis than the first is dynamic.
-    """
+    """Return an array of zeros, of batch 1, for each input; raise IntegerError where another axis is dynamic."""
     found = {}
     stored = {tensor.name for tensor in model.graph.initializer}
     for info in model.graph.input:
@@ -267,11 +259,7 @@ class _StaticLowering:
         return name
 
     def value(self, op: dict[str, Any], index: int) -> Array | None:
-        """Return a constant input, None if it is absent.
-
-        Raises:
-            IntegerError: it is not constant.
-        """
+        """Return a constant input, None if it is absent; raise IntegerError for one that is computed."""
         name = op["inputs"][index] if index < len(op["inputs"]) else ""
         if name and name not in self.constants:
             raise self.inexpressible(op, f"its input {name!r} is computed from data")
@@ -282,11 +270,7 @@ class _StaticLowering:
         return self.constants[name].shape if name in self.constants else self._seen[name].shape
 
     def tensor(self, name: str) -> StaticTensor:
-        """Return a tensor, without its place.
-
-        Raises:
-            IntegerError: its dtype has no form in C.
-        """
+        """Return a tensor, without its place; raise IntegerError for a dtype that has no form in C."""
         if name in self._rooms:
             return self._rooms[name]
         values = self.constants.get(name)

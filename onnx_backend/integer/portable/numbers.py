@@ -108,11 +108,7 @@ class Arithmetic:
         self._tight: dict[tuple[str, ...], Number] = {}
 
     def int32(self, values: Array | int) -> str:
-        """Return the name of an int32 constant.
-
-        Raises:
-            Refused: it does not fit.
-        """
+        """Return the name of an int32 constant; raise `Refused` where it does not fit."""
         array = np.asarray(values, object)
         if array.size and not fits(int(array.min()), int(array.max())):
             raise Refused("one of its constants does not fit in 32 bits", 'use target="standard"')
@@ -123,11 +119,7 @@ class Arithmetic:
         return self.b.node("BitwiseAnd", [name, self.int32(-1)])
 
     def flat(self, x: Number) -> str:
-        """Return a number that fits in int32 as one tensor.
-
-        Raises:
-            Refused: its bounds are beyond int32.
-        """
+        """Return a number that fits in int32 as one tensor; raise `Refused` where its bounds are beyond."""
         if x.array is not None:
             return self.int32(x.array)
         if len(x.parts) == 1:

@@ -82,11 +82,7 @@ class Rewriter:
                 self.numbers[info.name] = Number((info.name,), *_RANGES[kind])
 
     def number(self, name: str) -> Number:
-        """Return a tensor as a number.
-
-        Raises:
-            Refused: it is no tensor of the data.
-        """
+        """Return a tensor as a number; raise `Refused` for one that is not of the data."""
         if name not in self.numbers and name in self.constants:
             self.numbers[name] = constant(self.constants[name])
         if name not in self.numbers and name in self.given:
@@ -194,11 +190,7 @@ class Rewriter:
         self.numbers[name] = Number((name,), 0, 1)
 
     def count(self, node: NodeProto, axes: Collection[int] | None) -> int:
-        """Return how many elements are summed along axes of the first input.
-
-        Raises:
-            Refused: their sizes are not fixed.
-        """
+        """Return how many elements are summed along axes of the first input; raise `Refused` for open sizes."""
         shape = self.shapes.get(node.input[0])
         along = None if shape is None else [shape[axis] for axis in (range(len(shape)) if axes is None else axes)]
         if along is None or any(size is None for size in along):
@@ -230,17 +222,10 @@ def rewritten(
     bounds: Mapping[str, tuple[int, int]],
     handlers: Mapping[str, Handler],
 ) -> list[tuple[str, str, Refused]]:
-    """Write the nodes of a model anew, into `b`.
+    """Write the nodes of a model anew into `b`; return node, operator and refusal of what has no such form.
 
-    Args:
-        model: integer-only, in the operators of the standard target; its constants are those of `b`.
-        b: what wrote the model; its nodes are replaced.
-        exact: results of nodes that stay as they are.
-        bounds: tensor -> the smallest and the largest value that it can have, where known.
-        handlers: operator -> what writes it.
-
-    Returns:
-        node, operator and refusal of every node without such a form.
+    The model is integer-only, in the operators of the standard target, and was written by `b`. Nodes with a result in
+    `exact` stay as they are; `bounds` has the smallest and the largest value of tensors, where known.
     """
     graph = model.graph
     kept = {info.name for info in graph.output} | set(bounds)

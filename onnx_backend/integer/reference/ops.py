@@ -21,11 +21,7 @@ _EXACT = 2.0**53
 
 
 def _int32(values: Array) -> Array:
-    """Return values as int32.
-
-    Raises:
-        OverflowError: they do not fit.
-    """
+    """Return values as int32; raise OverflowError where they do not fit."""
     if values.size and (values.min() < -(1 << 31) or values.max() >= 1 << 31):
         worst = int(values.flat[np.argmax(np.abs(values))])
         raise OverflowError(f"the accumulator reaches {worst}, beyond int32")

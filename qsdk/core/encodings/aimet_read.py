@@ -44,14 +44,9 @@ class Stated:
 
 
 def complete(stated: Stated, tensor: TensorFacts | None) -> Encoding:
-    """Return the encoding of a tensor from its entry, with the sign that the plan wants.
+    """Return the encoding of a tensor (None without a model) from its entry, with the sign that the plan wants.
 
-    Args:
-        stated: the entry.
-        tensor: the tensor; None where no model is known.
-
-    Raises:
-        FileFormatError: the axis is unknown, or the number of scales does not fit the tensor.
+    An unknown axis, or a number of scales that does not fit the tensor, is a FileFormatError.
     """
     axis = stated.axis
     scale: Array = stated.scale
@@ -86,10 +81,8 @@ def with_sign_of(encoding: Encoding, wanted: DType) -> Encoding:
 def to_stated(encoding: Encoding, tensor: TensorFacts) -> Stated:
     """Return the facts about an encoding that a file can state.
 
-    Block scales of a tensor with more than two axes lose the others, which AIMET's scales do not have.
-
-    Raises:
-        FileFormatError: the scales differ along such an axis, or the blocks do not fill theirs.
+    Block scales of a tensor with more than two axes lose the others, which AIMET's scales do not have. Scales that
+    differ along such an axis, and blocks that do not fill theirs, are a FileFormatError.
     """
     granularity: Literal["tensor", "channel", "block"] = "tensor"
     scale: Array = encoding.scale
@@ -238,15 +231,8 @@ def is_aimet(data: Any) -> bool:
 def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
     """Return the content of JSON data of any of the four versions, by tensors or by modules.
 
-    Without a version, the shape of the data decides.
-
-    Args:
-        data: see `is_aimet`.
-        where: name of the file, for messages.
-
-    Raises:
-        FileFormatError: an unknown version, or an entry that is incomplete, foreign or contradicts itself; names the
-            file and the tensor.
+    Without a version, the shape of the data decides. An unknown version, or an entry that is incomplete, foreign or
+    contradicts itself, is a FileFormatError that names the file, `where`, and the tensor.
     """
     if _goes_by_modules(data):
         data = _by_tensors(data, where)
@@ -289,11 +275,7 @@ def _goes_by_modules(data: Mapping[str, Any]) -> bool:
 
 
 def _by_tensors(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the same content by tensors: results of modules by site, arguments as `tensor_facts.read_by` names them.
-
-    Raises:
-        FileFormatError: a module has something else than inputs and outputs; names it.
-    """
+    """Return the same content by tensors: results of modules by site, arguments as `tensors.read_by` names them."""
     activations: dict[str, Any] = {}
     for module, ports in (data.get(SECTIONS[0]) or {}).items():
         if not isinstance(ports, dict) or not all(

@@ -18,11 +18,7 @@ OWN = "qsdk"
 
 
 def require_version(version: str | None) -> str:
-    """Return the version of a format to write by its name, `qsdk` for None.
-
-    Raises:
-        ConfigError: there is no such version, or it is only read.
-    """
+    """Return the version of a format to write by its name, `qsdk` for None; raise ConfigError for others."""
     if version not in (None, OWN, *WRITTEN):
         raise ConfigError(
             f"no encodings version {version!r} can be written; choose one of {', '.join((OWN, *WRITTEN))}"
@@ -33,15 +29,9 @@ def require_version(version: str | None) -> str:
 def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None) -> StoredEncodings:
     """Return the encodings of a file of qsdk, or of AIMET in version 0.6.1, 1.0.0, 2.0.0 or 2.1.0.
 
-    Args:
-        text: the file's content.
-        where: its name, for messages.
-        tensors: of the model that it belongs to, which determine the sites of AIMET's tensor names and, for its older
-            versions, the axes. None keeps the names, and fails where an axis is missing.
-
-    Raises:
-        FileFormatError: the text is truncated, foreign, of an unknown version, or contradicts itself; the message names
-            the file and the place in it.
+    The tensors of the model determine the sites of AIMET's tensor names and, for its older versions, the axes; None
+    keeps the names, and fails where an axis is missing. What is truncated, foreign, of an unknown version, or
+    contradicts itself is a FileFormatError that names the file, `where`, and the place in it.
     """
     data = parse_json(text, where)
     if is_own(data):
@@ -54,18 +44,9 @@ def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None
 
 
 def _at_sites(file: AimetFile, tensors: Sequence[TensorFacts] | None, where: str) -> StoredEncodings:
-    """Return the encodings of a file by site.
+    """Return the entries of a file by site; those that do not fit the model are in `misfits` with the reason.
 
-    Args:
-        file: the content.
-        tensors: of the model; None where there is none: the names of the file then serve as sites.
-        where: its name, for messages.
-
-    Returns:
-        The entries that fit the model; the others are in `misfits` with the reason.
-
-    Raises:
-        FileFormatError: without a model, an entry that only a model could complete.
+    Without a model the names of the file serve as sites, and an entry that only a model could complete is an error.
     """
     known = None if tensors is None else by_name(tensors)
     encodings: dict[str, Encoding] = {}
@@ -105,14 +86,8 @@ def facts_of(
 ) -> dict[str, TensorFacts]:
     """Return the tensor of each entry of a file by site: from the model, or as far as the file states it.
 
-    Args:
-        stored: content of the file.
-        tensors: of the model, or None; a site without a tensor is left out.
-        where: name of the file, for messages.
-        needs_kinds: whether it must be known which tensors are parameters.
-
-    Raises:
-        FileFormatError: without a model, a file that lacks names or kinds.
+    A site without a tensor in the model is left out. Without a model, a file that lacks names is a FileFormatError, and
+    one that lacks kinds where it must be known which tensors are parameters (`needs_kinds`).
     """
     sites = (*stored.encodings, *(stored.casts or {}))
     if tensors is not None:

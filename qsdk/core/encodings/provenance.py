@@ -24,9 +24,7 @@ _PACKAGES = ("qsdk", "torch", "onnx", "onnxruntime", "numpy")
 def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
     """Return `tool`, `versions`, `config`, `network` and `graph` as values for JSON.
 
-    Args:
-        config: of the sim; None for one opened from a Q/DQ file. Custom patterns are listed by name.
-        graph: of the model.
+    The config is None for a sim opened from a Q/DQ file; its custom patterns are listed by name.
     """
     patterns = [] if config is None else [pattern.name for pattern in config.patterns]
     named = {"patterns": patterns} if patterns else {}

@@ -54,9 +54,7 @@ class TensorFacts:
 def tensor_facts(graph: Graph, plan: Plan | None = None) -> list[TensorFacts]:
     """Return the facts about the float tensors of a graph, those with a site first and in graph order.
 
-    Args:
-        graph: of a model.
-        plan: its axes and dtypes take precedence; None for those of the ops.
+    The axes and dtypes of a plan take precedence over those of the ops.
     """
     facts = _facts_by_id(graph, plan)
     sited = [facts[index] for index in graph.sites.values()]
@@ -128,11 +126,7 @@ def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
 
 
 def counterparts(graph: Graph, plan: Plan | None, model: Graph) -> list[tuple[TensorFacts, TensorFacts]]:
-    """Return pairs of the tensors of a graph and of another model that play the same part, by structure alone.
-
-    Returns:
-        The facts about each tensor in the graph and in the model; tensors without a counterpart are left out.
-    """
+    """Return pairs of the tensors of a graph and of another model that play the same part, by structure alone."""
     mine, theirs = _facts_by_id(graph, plan), _facts_by_id(model, None)
     matched = match_graphs(graph, model)
     return [
@@ -182,12 +176,7 @@ class MatchedEncodings:
 
 
 def match_by_name(file: StoredEncodings, graph: Graph) -> MatchedEncodings:
-    """Match the entries of a file to the tensors that they name: by tensor, by site, or as a parameter's path.
-
-    Args:
-        file: read with the facts of the graph, where its format needs them.
-        graph: of the model.
-    """
+    """Match the entries of a file to the tensors that they name: by tensor, by site, or as a parameter's path."""
     known = by_name(facts for facts in tensor_facts(graph) if facts.site in graph.sites)
     targets = {name: (facts, None) for name in _names(file) if (facts := _named(file, name, known)) is not None}
     targets |= {name: (facts, None) for name, facts in _biases(file, graph, targets, known)}
@@ -200,14 +189,9 @@ def match_by_name(file: StoredEncodings, graph: Graph) -> MatchedEncodings:
 
 
 def match_by_structure(file: StoredEncodings, source: Graph, graph: Graph) -> MatchedEncodings:
-    """Match the entries of a file to the tensors of another model that play the same part.
+    """Match the entries of a file to the tensors of another model that play the same part as in `source`, its own.
 
     Entries that name no site of the file's own graph were added by hand, and are matched by name.
-
-    Args:
-        file: its encodings, by site.
-        source: the graph of the model that the file was written for.
-        graph: of the model.
     """
     placed = _match_counterparts(file, source, graph)
     if not placed.problems:
@@ -318,11 +302,7 @@ def _match(
 
 
 def require_matched(placed: MatchedEncodings, where: str, *, strict: bool) -> None:
-    """Raise an error for entries that do not fit their tensor and, with `strict`, for unmatched ones.
-
-    Raises:
-        FileFormatError: lists all of them.
-    """
+    """Raise FileFormatError for entries that do not fit their tensor and, with `strict`, for unmatched ones."""
     kinds = (MISFIT, UNMATCHED) if strict else (MISFIT,)
     lines = [_listed(kind, placed.problems.items()) for kind in kinds]
     if not any(lines):
