@@ -62,12 +62,7 @@ def draws_over_itself() -> bool:
 
 @dataclass(frozen=True)
 class Progress:
-    """A bar of a verb over a number of things.
-
-    Attributes:
-        verb: its name.
-        bar: of tqdm.
-    """
+    """A bar of a verb over a number of things."""
 
     verb: str
     bar: Any
@@ -89,26 +84,13 @@ class Progress:
 
 @contextmanager
 def progress_of(verb: str, total: int, *, show: bool, unit: str = "layer") -> Iterator[Progress]:
-    """Yield the bar of a verb, which disappears at the end.
-
-    Args:
-        verb: its name.
-        total: how many things there are.
-        show: draw the bar.
-        unit: what is counted.
-    """
+    """Yield the bar of a verb, which disappears at the end."""
     with bar(total=total, desc=verb, unit=unit, disable=not show, leave=False) as drawn:
         yield Progress(verb, drawn)
 
 
 def over_batches(data: Iterable[Any], title: str, show: bool) -> Iterator[Any]:
-    """Yield batches behind a bar, which tells the time left where the data know or guess how many there are.
-
-    Args:
-        data: the user's.
-        title: of the bar.
-        show: draw it.
-    """
+    """Yield batches behind a bar, which tells the time left where the data know or guess how many there are."""
     yield from bar(data, title, _count(data), disable=not show, leave=False, unit="batch")
 
 

@@ -103,13 +103,7 @@ def _shapes(arrays: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def first_samples(batches: Iterable[Batch], most: int | None, fixed: int | None = None) -> Iterator[Batch]:
-    """Yield batches until there are enough samples, and cut the last one unless the model fixes its size.
-
-    Args:
-        batches: of arrays whose first axis counts samples.
-        most: number of samples; None for all.
-        fixed: the batch size of the model.
-    """
+    """Yield batches until there are `most` samples, and cut the last one unless the model fixes its size."""
     left = most
     for batch in batches:
         if left is None:
@@ -127,12 +121,7 @@ def first_samples(batches: Iterable[Batch], most: int | None, fixed: int | None 
 
 
 def batches_of_options(options: Namespace, inputs: Sequence[ModelInput]) -> FileBatches | list[Batch]:
-    """Return the batches for the options `--data` or `--random`.
-
-    Raises:
-        ConfigError: an option that does not fit the model or the other options.
-        DataError: the model takes no pictures.
-    """
+    """Return the batches for the options `--data` or `--random`."""
     if not options.data:
         return random_batches(inputs, options.random, dict(options.shape), options.seed)
     found = from_files(inputs, options.data, options.batch_size, all_files=bool(options.preprocess))
@@ -204,17 +193,7 @@ def _held(folder: Path, all_files: bool) -> list[Path]:
 def random_batches(
     inputs: Sequence[ModelInput], count: int, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> list[Batch]:
-    """Return random inputs: normal floats, integers 0 and 1. They show that a model runs, and nothing about its ranges.
-
-    Args:
-        inputs: of the model.
-        count: number of batches.
-        shapes: of inputs whose dimensions are open; the first open one is 1 where none is given.
-        seed: of the generator.
-
-    Raises:
-        ConfigError: an open dimension without a shape, or a shape of an input that does not exist.
-    """
+    """Return random inputs: normal floats, integers 0 and 1. They show that a model runs, no ranges."""
     unknown = sorted(set(shapes) - {item.name for item in inputs})
     if unknown or count < 1:
         names = ", ".join(item.name for item in inputs)

@@ -50,11 +50,7 @@ def run_parity(options: Namespace) -> int:
 
 
 def _require_comparable(options: Namespace) -> None:
-    """Raise an error for a limit without anything to compare with.
-
-    Raises:
-        ConfigError: such a limit is given.
-    """
+    """Raise an error for a limit without anything to compare with."""
     if options.min_float_sqnr is not None and not options.float:
         raise ConfigError("--min-float-sqnr gates the distance from the float model; name it with --float FILE")
     given = [f"--{name}" for name in ("float", "min-sqnr") if getattr(options, name.replace("-", "_")) is not None]

@@ -505,19 +505,7 @@ def config_of(
     block_size: int | None = None,
     kv_cache: str | None = None,
 ) -> QuantConfig:
-    """Return a preset by name, or a config from a JSON file, with the rules of the command line after its own.
-
-    Args:
-        name: of a preset or a file.
-        overrides: patterns and texts such as `weight=int8`.
-        skipped: patterns of what stays float.
-        block_size: input channels per scale of weights, for a preset.
-        kv_cache: dtype of a decoder's cache, for a preset.
-
-    Raises:
-        ConfigError: an override that is not `KEY=VALUE`, an unknown dtype, or an option of presets for a file.
-        FileFormatError: the file cannot be read.
-    """
+    """Return a preset by name, or a config from a JSON file, with the rules of the command line after its own."""
     of_preset = {"block_size": block_size, "kv_cache": kv_cache}
     given = {key: value for key, value in of_preset.items() if value is not None}
     if given and name not in PRESETS:

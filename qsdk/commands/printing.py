@@ -25,12 +25,7 @@ def show(report: Report, *, as_json: bool) -> None:
 
 
 def in_shell_words(message: str, options: Mapping[str, Any]) -> str:
-    """Return an error with the options of a command in place of the arguments of Python that they stand for.
-
-    Args:
-        message: of the error.
-        options: of the command that was run, by the names of argparse.
-    """
+    """Return an error with the options of a command in place of the arguments of Python that they stand for."""
 
     def option_of(found: re.Match[str]) -> str:
         name, value = _OTHER_NAMES.get(found[1], found[1]), found[2]
@@ -65,14 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def require_output(path: str) -> None:
-    """Raise an error for an output path that cannot be written, before minutes of work are spent.
-
-    Args:
-        path: the file to write.
-
-    Raises:
-        ConfigError: `path` is a directory or lies in a folder that does not exist.
-    """
+    """Raise an error for an output path that cannot be written, before minutes of work are spent."""
     target = Path(path)
     if not target.name or target.is_dir():
         raise ConfigError(f"cannot write: {path or 'the path'} is a directory; give the name of a file")

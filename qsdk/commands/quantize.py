@@ -55,9 +55,6 @@ def run(options: Namespace) -> int:
     """Quantize, calibrate, improve and export; the report says what was done to each tensor.
 
     A folder is that of a checkpoint, and what is written is a folder too.
-
-    Raises:
-        ConfigError: the output path is the float model, or cannot be written; options that do not go together.
     """
     if Path(options.model).is_dir():
         return quantize_folder(options)
@@ -92,11 +89,7 @@ def _writes_folder(options: Namespace) -> bool:
 
 
 def _require_out(options: Namespace) -> None:
-    """Refuse an output that cannot be written, before the work.
-
-    Raises:
-        ConfigError: names it, or the options that do not go together.
-    """
+    """Refuse an output that cannot be written, before the work."""
     if not _writes_folder(options):
         require_output(options.out)
     elif not names_function(options.model):
@@ -194,11 +187,7 @@ _NOT_HERE = (*_SCORES, *_PICTURES, "input", "shape", "providers", "weight_method
 
 
 def quantize_folder(options: Namespace) -> int:
-    """Quantize, calibrate, improve and export the model of a checkpoint folder.
-
-    Raises:
-        ConfigError: an option that is not for checkpoint folders, or see `quantize_checkpoint`.
-    """
+    """Quantize, calibrate, improve and export the model of a checkpoint folder."""
     given = [name for name in _NOT_HERE if getattr(options, name, None)]
     if given:
         raise ConfigError(

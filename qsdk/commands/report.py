@@ -55,12 +55,7 @@ def _write_page(options: Namespace) -> int:
 
 
 def coverage_of(model: ModelProto, source: OnnxSource) -> Report:
-    """Return the coverage of a Q/DQ file, with the ends of each range and the smallest and largest scale.
-
-    Args:
-        model: as loaded from the source; it is changed.
-        source: the path of the file, or a model.
-    """
+    """Return the coverage of a Q/DQ file, whose model is changed, with the ends of ranges and extremes of scales."""
     sim = opened_file(model, source)
     coverage, encodings = sim.coverage(), sim.encodings_where_ready()
     rows = []

@@ -75,16 +75,7 @@ class Scorer:
         return self.data.paths if isinstance(self.data, FileBatches) else ()
 
     def scores(self, run: Callable[[Any], Sequence[Any]], data: Iterable[Any] | None = None) -> dict[str, float]:
-        """Return the scores, and the number of `samples`, of a model.
-
-        Args:
-            run: returns the outputs for a batch.
-            data: the same batches in the form that `run` takes; None for arrays by input name.
-
-        Raises:
-            ConfigError: a score is no number.
-            DataError: the labels do not fit the data, or the outputs are no scores of classes.
-        """
+        """Return the scores, and the number of `samples`, of a model."""
         outputs = outputs_over(run, self.data if data is None else data)
         samples = len(outputs[0])
         labels = None if self.labels is None else read_labels(self.labels, self._paths, self._folders, samples)
@@ -109,11 +100,7 @@ def scorer_of_options(options: Namespace, data: FileBatches | list[Batch]) -> Sc
 
 
 def outputs_over(run: Callable[[Any], Sequence[Any]], data: Iterable[Any]) -> list[Array]:
-    """Return the outputs over all batches, each along its first axis.
-
-    Raises:
-        DataError: there is no batch, or an output has no such axis, or other sizes in each batch.
-    """
+    """Return the outputs over all batches, each along its first axis."""
     parts = [[np.asarray(output) for output in run(batch)] for batch in data]
     if not parts:
         raise DataError("the data holds no batch; give --data with samples")
@@ -153,12 +140,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def run_evaluate(options: Namespace) -> int:
-    """Print the scores of a file, and of another beside it.
-
-    Raises:
-        ConfigError: neither labels nor a metric are given.
-        ModelError: a file takes or gives codes, or the runtime cannot compile or run it.
-    """
+    """Print the scores of a file, and of another beside it."""
     batches = batches_of_options(options, inputs_of(load(options.model)))
     scorer = scorer_of_options(options, batches)
     if scorer is None:
@@ -210,11 +192,7 @@ def _in_runtime(runner: Runner, model: ModelProto) -> Callable[[Any], Sequence[A
 
 
 def _require_float_edges(model: ModelProto, path: str) -> None:
-    """Refuse an integer-only file that takes or gives codes, which are neither data nor scores.
-
-    Raises:
-        ModelError: names the edges.
-    """
+    """Refuse an integer-only file that takes or gives codes, which are neither data nor scores."""
     kept = metadata(model)
     edges = [value.name for value in (*model.graph.input, *model.graph.output)]
     codes = [name for name in edges if any(f"qsdk.{kind}.{name}.scale" in kept for kind in ("input", "output"))]
@@ -230,11 +208,7 @@ def _run_batch(session: UserSession, batch: Any) -> list[npt.NDArray[Any]]:
 
 
 def run_sensitivity(options: Namespace) -> int:
-    """Rank the layers; a float model is quantized by the config and calibrated on the data first.
-
-    Raises:
-        ConfigError: a config for a file that is quantized already.
-    """
+    """Rank the layers; a float model is quantized by the config and calibrated on the data first."""
     model = load(options.model)
     data = batches_of_options(options, inputs_of(model))
     if is_anything_quantized(model):

@@ -87,11 +87,7 @@ def options(**given: Unpack[RunOptions]) -> Iterator[None]:
 
 
 def run_of(verb: Callable[..., Any], given: Mapping[str, Any]) -> Run:
-    """Return the shared options of a call of a verb, whose `**options` say which ones it takes.
-
-    Raises:
-        TypeError: a keyword that the verb does not take.
-    """
+    """Return the shared options of a call of a verb, whose `**options` say which ones it takes."""
     require_keywords(verb, given)
     shared, in_force = _in_options(verb), _IN_FORCE.get()
     values = {field.name: getattr(in_force, field.name) for field in fields(Run) if field.name in shared}
@@ -99,11 +95,7 @@ def run_of(verb: Callable[..., Any], given: Mapping[str, Any]) -> Run:
 
 
 def require_keywords(verb: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse keywords that a verb does not take in its `**options`.
-
-    Raises:
-        TypeError: names the keyword, and those that there are.
-    """
+    """Refuse keywords that a verb does not take in its `**options`."""
     _require_known(verb.__name__, given, keywords_of(verb), _in_options(verb))
 
 

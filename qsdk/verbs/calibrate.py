@@ -19,13 +19,7 @@ LABELS = frozenset({"labels", "label", "target", "targets"})
 
 @dataclass(frozen=True)
 class InputsOnly:
-    """Batches without labels, taken from the user's at every iteration again.
-
-    Attributes:
-        batches: the user's.
-        names: of the inputs that the model takes by keyword; None where that is not known.
-        count: of the inputs that it takes in order; None where that is not known.
-    """
+    """Batches without labels, taken from the user's at every iteration again."""
 
     batches: Iterable[Any]
     names: frozenset[str] | None
@@ -83,12 +77,7 @@ def inputs_only(data: Iterable[Any], sim: Any = None) -> InputsOnly:
 
 @dataclass(frozen=True)
 class FirstBatches:
-    """The first batches of data that may have no end.
-
-    Attributes:
-        batches: the user's.
-        count: how many.
-    """
+    """The first batches of data that may have no end."""
 
     batches: Iterable[Any]
     count: int
@@ -104,11 +93,7 @@ class FirstBatches:
 
 
 def first_batches(data: Any, count: int | None) -> Any:
-    """Return the first batches of data; what is no iterable of batches stays as it is, for the verb to refuse.
-
-    Raises:
-        ConfigError: a count below 1.
-    """
+    """Return the first batches of data; what is no iterable of batches stays as it is, for the verb to refuse."""
     if count is None:
         return data
     if not isinstance(count, int) or count < 1:

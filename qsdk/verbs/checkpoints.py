@@ -46,11 +46,7 @@ VERBS: dict[str, Callable[..., Report]] = {
 
 
 def require_verbs(names: Iterable[str], *, given_as: str = "verbs") -> list[str]:
-    """Return the names of verbs, with underscores; `given_as` is where the user wrote them.
-
-    Raises:
-        ConfigError: there is no verb of a name.
-    """
+    """Return the names of verbs, with underscores; `given_as` is where the user wrote them."""
     chosen = [name.strip().replace("-", "_") for name in names if name.strip()]
     unknown = [name for name in chosen if name not in VERBS]
     if unknown:
@@ -157,11 +153,7 @@ def _require_options_of_export(given: Mapping[str, Any]) -> None:
 
 
 def _begun(run: Path, folder: Path) -> bool:
-    """Make the folder of a run, and return whether an earlier one has left it.
-
-    Raises:
-        ConfigError: it would be in the checkpoint itself, or cannot be made.
-    """
+    """Make the folder of a run, and return whether an earlier one has left it."""
     out = run.parent
     if out.resolve() == folder.resolve():
         raise ConfigError(f"{out} is the checkpoint itself; name another folder to write")

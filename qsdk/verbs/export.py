@@ -155,11 +155,7 @@ def check_parity(
 def write_onnx(
     sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], options: Mapping[str, Any]
 ) -> Report:
-    """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX.
-
-    Raises:
-        ConfigError: an unknown form of the cache, or all that `write_model` raises.
-    """
+    """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX."""
     door, cache = door_of(sim), options["cache"]
     if cache not in ("float", "integer", None):
         raise ConfigError(f"cache={cache!r} is unknown; choose 'float', 'integer', or None for that of an opened file")
@@ -202,11 +198,7 @@ def _is_output(note: str) -> bool:
 
 
 def _check(door: Door, opened: dict[str, Opened], strict: bool, file: StagedModel) -> None:
-    """Open a file that is about to be written as a user does, and note what that says.
-
-    Raises:
-        ExportError: it is wrong there.
-    """
+    """Open a file that is about to be written as a user does, and note what that says."""
 
     def parity(model: ModelProto, batch: Any) -> Report:
         return door.check_parity(model, [batch], None, False, "onnxruntime")
@@ -230,21 +222,7 @@ def write_compressed(
     max_shard_bytes: int | None,
     not_for_it: Sequence[str],
 ) -> Report:
-    """Write a sim of an nn.Module as a folder in the format compressed-tensors.
-
-    Args:
-        sim: of the user.
-        plan: in force.
-        encodings: of its quantized sites.
-        path: of the folder.
-        format: what the user asked for.
-        max_shard_bytes: of a file; None for 5 GB.
-        not_for_it: options that the user gave, and that are for ONNX alone.
-
-    Raises:
-        ConfigError: another format, or options of ONNX.
-        ExportError: a sim of an ONNX model, or all that `write_folder` raises.
-    """
+    """Write a sim of an nn.Module as a folder in the format compressed-tensors."""
     if format != "compressed-tensors":
         raise ConfigError(f"format={format!r}; choose 'onnx' or 'compressed-tensors'")
     if not_for_it:

@@ -198,11 +198,7 @@ def convert_encodings(
 
 
 def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncodings, list[TensorFacts] | None]:
-    """Return the encodings of a source, completed by the float model, and the tensors of that model.
-
-    Raises:
-        FileFormatError: the source cannot be read, does not fit the model, or needs one.
-    """
+    """Return the encodings of a source, completed by the float model, and the tensors of that model."""
     where = model_io.source_name(source)
     listed = None if model is None else tensor_facts(_float_graph(model))
     stored = read_stored(source, where, listed)
@@ -342,18 +338,7 @@ def _load_pretrained(folder: Path, example: Any, model: nn.Module | None, option
 
 
 def module_sim_of(file: SimFile, model: nn.Module, where: str, example: Any = None) -> QuantSim:
-    """Return the saved sim of a module.
-
-    Args:
-        file: of the sim, with the weights, or of a module that has them.
-        model: the float module.
-        where: name of the file.
-        example: to trace the module with; None for the one that was saved.
-
-    Raises:
-        FileFormatError: the file is damaged.
-        ModelError: the module is another one.
-    """
+    """Return the saved sim of a module."""
     sim = _module_sim(file, model, where, example)
     _take_facts(sim, file, where)
     return sim

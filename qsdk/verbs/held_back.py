@@ -17,9 +17,6 @@ class HeldBack:
     """The data without every fourth batch, which is held back.
 
     Of fewer batches all are used, and the first is held back too.
-
-    Attributes:
-        batches: those that were held back, once the data has been read.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:

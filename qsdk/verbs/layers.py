@@ -195,18 +195,7 @@ def solve_each_layer(
     gathers: GatherOptions = _ALL,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Run a layer solver over a sim of either side; if it fails, the sim is unchanged.
-
-    Args:
-        sim: calibrated.
-        data: batches as for `calibrate`.
-        solver: of `qsdk.algorithms`.
-        title: of the report.
-        verb: its name, for the bar and the logged errors; None for the title.
-        run: the options of the walk.
-        gathers: the statistics that the solver needs.
-        options: of the solver, for checkpoints.
-    """
+    """Run a layer solver over a sim of either side; if it fails, the sim is unchanged."""
     with ExitStack() as stack:
         with ranks.telling_others():
             walk, rounded = stack.enter_context(door_of(sim).layer_walk(data, run.forward, run.max_memory))

@@ -88,11 +88,7 @@ def session(
 
 
 def inspect(model: OnnxSource) -> Report:
-    """Return the encodings of a Q/DQ model, read from its own nodes.
-
-    Raises:
-        FileFormatError: the model is unreadable or invalid.
-    """
+    """Return the encodings of a Q/DQ model, read from its own nodes."""
     rows = [
         {
             "site": site,
@@ -108,21 +104,12 @@ def inspect(model: OnnxSource) -> Report:
 
 
 def opened_qdq(source: OnnxSource) -> ModelProto:
-    """Return a Q/DQ model that was checked against its companion and the rules of `validate`.
-
-    Raises:
-        FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
-    """
+    """Return a Q/DQ model that was checked against its companion and the rules of `validate`."""
     return normalize_qdq(checked_qdq(model_io.load(source), source))
 
 
 def checked_qdq(model: ModelProto, source: OnnxSource) -> ModelProto:
-    """Return a Q/DQ model after the checks of `opened_qdq`.
-
-    Args:
-        model: as loaded from the source; it is changed.
-        source: the path of the file, which may have an encodings file beside it, or a model.
-    """
+    """Return a loaded Q/DQ model, which is changed, after the checks of `opened_qdq`."""
     require_no_external_data(model)
     if not isinstance(source, ModelProto):
         require_companion(model, source)

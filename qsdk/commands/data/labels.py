@@ -49,11 +49,7 @@ def read_labels(source: str, paths: Sequence[Path], folders: Collection[str], sa
 
 
 def folder_classes(folders: Collection[str]) -> dict[str, int]:
-    """Return folder -> class: its place in the sorted list of folders, as torchvision's ImageFolder has it.
-
-    Raises:
-        ConfigError: there is one folder, or their names are numbers whose order as text is another.
-    """
+    """Return folder -> class: its place in the sorted list of folders, as torchvision's ImageFolder has it."""
     names = sorted(folders)
     if len(names) == 1:
         raise ConfigError(
@@ -70,11 +66,7 @@ def folder_classes(folders: Collection[str]) -> dict[str, int]:
 
 
 def require_all_classes(folders: Collection[str], outputs: int) -> None:
-    """Refuse folders that are fewer or more than the model's classes: which folder is which class would be a guess.
-
-    Raises:
-        DataError: says how many there are.
-    """
+    """Refuse folders that are fewer or more than the model's classes: which folder is which class would be a guess."""
     names = folder_classes(folders)
     if len(names) != outputs:
         raise DataError(

@@ -33,12 +33,7 @@ class MadeModule:
 
 @dataclass(frozen=True)
 class TensorBatches:
-    """Batches of arrays as a module takes them, made on demand.
-
-    Attributes:
-        batches: arrays by input name.
-        made: the module and its inputs.
-    """
+    """Batches of arrays as a module takes them, made on demand."""
 
     batches: Iterable[Mapping[str, npt.NDArray[Any]]]
     made: MadeModule
@@ -50,14 +45,7 @@ class TensorBatches:
 
 
 def made_module(text: str) -> MadeModule:
-    """Call a function without arguments that returns a module, or `(module, example)`.
-
-    Args:
-        text: `FILE.py:function`.
-
-    Raises:
-        ConfigError: it cannot be called so, or returns something else.
-    """
+    """Call a function without arguments that returns a module, or `(module, example)`."""
     try:
         made = load_function(text, "the model")()
     except (ImportError, OSError, TypeError, ValueError, RuntimeError) as error:

@@ -48,12 +48,7 @@ class PictureReader:
     channels_last: bool
 
     def __call__(self, path: Path) -> Array:
-        """Return the array of a picture, without a batch axis.
-
-        Raises:
-            ConfigError: pillow is not installed.
-            FileFormatError: the file is no picture.
-        """
+        """Return the array of a picture, without a batch axis."""
         pillow = _pillow()
         try:
             with pillow.open(path) as opened:
@@ -85,12 +80,7 @@ class PictureReader:
 
 
 def preprocess_of_options(options: Namespace, inputs: Sequence[ModelInput]) -> Preprocess:
-    """Return the function that makes a sample of a file: the user's own, or a reader of pictures.
-
-    Raises:
-        ConfigError: an option that does not fit the model's input.
-        DataError: the model has several inputs, or one that is no picture.
-    """
+    """Return the function that makes a sample of a file: the user's own, or a reader of pictures."""
     if options.preprocess:
         return _checked(load_function(options.preprocess, "--preprocess"), options.preprocess)
     sizes = _picture_sizes(inputs)

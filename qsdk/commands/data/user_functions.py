@@ -16,15 +16,7 @@ def names_function(text: str) -> bool:
 
 
 def load_function(text: str, option: str) -> Callable[..., Any]:
-    """Run a Python file, and return a function of it. The folder of the file is searched for what it imports.
-
-    Args:
-        text: `FILE.py:function`.
-        option: that it was given for, for messages.
-
-    Raises:
-        ConfigError: another form, no such file or function, or an error while the file runs.
-    """
+    """Run a Python file, whose folder is searched for what it imports, and return a function of it."""
     if not names_function(text):
         raise ConfigError(f"{option} {text} is not of the form FILE.py:function")
     file, _, name = text.rpartition(":")

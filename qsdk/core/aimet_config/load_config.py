@@ -57,11 +57,7 @@ def load_config(
 
 
 def config_or_preset(config: QuantConfig | str | None) -> QuantConfig | None:
-    """Return the config that a verb was given, or the preset that it was given the name of.
-
-    Raises:
-        ConfigError: neither a config nor the name of a preset.
-    """
+    """Return the config that a verb was given, or the preset that it was given the name of."""
     if isinstance(config, QuantConfig | None):
         return config
     if not isinstance(config, str):

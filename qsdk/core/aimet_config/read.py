@@ -33,15 +33,7 @@ _MADE = "a tensor is quantized where it is made, not where it is read"
 
 @dataclass
 class _ConfigReader:
-    """The state of reading a config.
-
-    Attributes:
-        data: the file.
-        base: the choices that the file leaves open.
-        enforce: whether supported kernels override the dtypes.
-        config: so far.
-        rows: of the notes.
-    """
+    """The state of reading a config."""
 
     data: Checked
     base: QuantConfig
@@ -71,17 +63,7 @@ def is_aimet(data: Any) -> bool:
 
 
 def from_aimet(data: Mapping[str, Any], where: str, base: QuantConfig | None, *, enforce_kernels: bool) -> QuantConfig:
-    """Return a config translated from AIMET's; later sections win over earlier ones, as with AIMET.
-
-    Args:
-        data: content of the file; booleans are true and false, or the strings "True" and "False".
-        where: its name, for messages.
-        base: dtypes and all else that the file leaves open; `w8a8()` if None.
-        enforce_kernels: see `load_config`.
-
-    Raises:
-        ConfigError: an unknown key, or a value that makes no sense; names the key.
-    """
+    """Return a config translated from AIMET's; later sections win over earlier ones, as with AIMET."""
     known = w8a8() if base is None else base
     reading = _ConfigReader(Checked(data, "", where), known, enforce_kernels, known)
     reading.data.require(*_SECTIONS)

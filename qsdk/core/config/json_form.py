@@ -29,15 +29,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class JsonType:
-    """One type of value as it appears in JSON.
-
-    Attributes:
-        schema: JSON Schema of a value.
-        expected: description of a value, for messages.
-        accepts: tells whether a value has this type.
-        read: from JSON to Python.
-        write: from Python to JSON.
-    """
+    """One type of value as it appears in JSON."""
 
     schema: Mapping[str, Any]
     expected: str
@@ -211,11 +203,7 @@ def _joined(rules: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_object(data: Any, where: str) -> dict[str, Any]:
-    """Return a config's fields, rules included, read from JSON values.
-
-    Raises:
-        ConfigError: names the key, what it should be, and the nearest known one.
-    """
+    """Return a config's fields, rules included, read from JSON values."""
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ConfigError(f'{where} is no {FORMAT}: it lacks "format": "{FORMAT}"; write one with config.save(path)')
     version = data.get("version")
@@ -265,11 +253,7 @@ def _read(data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, ot
 
 
 def read_choice(name: str, text: str, where: str) -> Any:
-    """Return a choice that was written as text: `int8`, `32`, `true`.
-
-    Raises:
-        ConfigError: there is no such choice, or it has no such value.
-    """
+    """Return a choice that was written as text: `int8`, `32`, `true`."""
     if name not in _CHOICE_TYPES:
         raise ConfigError(f"{where}: {name!r} is none of {', '.join(_CHOICE_TYPES)}; write for example weight=int8")
     try:
@@ -280,11 +264,7 @@ def read_choice(name: str, text: str, where: str) -> Any:
 
 
 def read_value(value: Any, kind: JsonType, where: str) -> Any:
-    """Return one value, read from JSON.
-
-    Raises:
-        ConfigError: it has another type, or makes no sense.
-    """
+    """Return one value, read from JSON."""
     if not kind.accepts(value):
         remedy = f"; write {value.lower()} without quotes" if kind is _FLAG and value in ("True", "False") else ""
         raise ConfigError(f"{where} is {kind.expected}, not {_describe(value)}{remedy}")

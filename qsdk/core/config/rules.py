@@ -40,15 +40,7 @@ OF_TORCH: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """The facts about a place in a model that rules look at.
-
-    Attributes:
-        owners: the names by which patterns match an op, or the supergroup it belongs to.
-        op_types: its ONNX type, or those of the supergroup's members in order.
-        dtype: of the tensor in the float model, such as `float32`.
-        shape: of the tensor, where known.
-        sites: whole names of the sites at this place.
-    """
+    """The facts about a place in a model that rules look at."""
 
     owners: tuple[str, ...]
     op_types: tuple[str, ...] = ()
@@ -189,11 +181,7 @@ def with_rule(rules: Iterable[Rule], last: Rule) -> tuple[Rule, ...]:
 
 
 def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = False) -> Rule:
-    """Return a rule from what a user wrote: dtypes by name, one op type or several, sequences of any kind.
-
-    Raises:
-        ConfigError: an unknown dtype, a choice that makes no sense, or a rule without any choice.
-    """
+    """Return a rule from what a user wrote: dtypes by name, one op type or several, sequences of any kind."""
     if not isinstance(pattern, str):
         raise ConfigError(
             f"a rule names its places by a text such as 'layer1.*', got a {type(pattern).__name__}; write the name "
@@ -224,11 +212,7 @@ def _as_tuple(given: Any) -> Any:
 
 
 def with_dtypes(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return choices with dtypes in place of their names.
-
-    Raises:
-        ConfigError: an unknown dtype.
-    """
+    """Return choices with dtypes in place of their names."""
     result = dict(choices)
     for name in ("weight", *DTYPE_CHOICES):
         if result.get(name) is not None:
@@ -237,11 +221,7 @@ def with_dtypes(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_known(call: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse keywords that a call does not have.
-
-    Raises:
-        ConfigError: names the nearest one.
-    """
+    """Refuse keywords that a call does not have."""
     for name in set(given) - set(known):
         near = get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
@@ -249,21 +229,13 @@ def require_known(call: str, given: Iterable[str], known: Sequence[str]) -> None
 
 
 def require_bias(dtype: DType | None, where: str) -> None:
-    """Raise an error for a bias dtype that is neither int32 nor float.
-
-    Raises:
-        ConfigError: names the dtype and `where`.
-    """
+    """Raise an error for a bias dtype that is neither int32 nor float."""
     if dtype is not None and dtype.kind != "float" and dtype != int32:
         raise ConfigError(f"a bias is int32 or float, not {dtype} ({where})")
 
 
 def require_allowed(choices: Mapping[str, Any], where: str) -> None:
-    """Raise an error for a value that a choice among a few does not have.
-
-    Raises:
-        ConfigError: names the choice and `where`.
-    """
+    """Raise an error for a value that a choice among a few does not have."""
     for name, allowed in ALLOWED.items():
         value = choices.get(name)
         if value is not None and (type(value), value) not in [(type(one), one) for one in allowed]:
@@ -272,11 +244,7 @@ def require_allowed(choices: Mapping[str, Any], where: str) -> None:
 
 
 def as_fixed_range(given: Any, where: str = "") -> FixedRange:
-    """Return a fixed range as a pair low < high, or "observed".
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return a fixed range as a pair low < high, or "observed"."""
     if isinstance(given, str) and given == "observed":
         return "observed"
     pair = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
@@ -306,11 +274,7 @@ def _text(condition: Any) -> str:
 
 
 class RuleMatcher:
-    """The search for the rules that match a place; results for owners, sites and op types are cached.
-
-    Attributes:
-        matched: indices of the rules that matched so far.
-    """
+    """The search for the rules that match a place; results for owners, sites and op types are cached."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.matched: set[int] = set()

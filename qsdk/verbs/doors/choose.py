@@ -15,27 +15,13 @@ Door = ModuleDoor | OnnxDoor
 
 
 def door_of(sim: Any) -> Door:
-    """Return the door of a sim: the object by which verbs use it.
-
-    Raises:
-        ConfigError: it is no sim; the message names its type and how to make a sim.
-    """
+    """Return the door of a sim: the object by which verbs use it."""
     require_sim(sim)
     return OnnxDoor(sim) if isinstance(sim, OnnxSim) else ModuleDoor(sim)
 
 
 def module_sim(sim: Any, verb: str, instead: str) -> QuantSim:
-    """Return the sim of an nn.Module, for a verb that needs gradients.
-
-    Args:
-        sim: the user's argument.
-        verb: its name, for the message.
-        instead: the alternative for an ONNX model, for the message.
-
-    Raises:
-        ConfigError: it is no sim.
-        ModelError: it simulates an ONNX model, which has no gradients.
-    """
+    """Return the sim of an nn.Module, for a verb that needs gradients."""
     require_sim(sim)
     if isinstance(sim, OnnxSim):
         raise ModelError(

@@ -55,12 +55,7 @@ def save_module_sim(
 
 
 def save_beside(sim: QuantSim, folder: str) -> None:
-    """Write a sim without its weights into the folder of a checkpoint that has them.
-
-    Raises:
-        ConfigError: the config holds patterns, which are Python.
-        ExportError: the folder cannot be written, or the example is no plain data.
-    """
+    """Write a sim without its weights into the folder of a checkpoint that has them."""
     attention = getattr(getattr(sim.model, "config", None), "_attn_implementation", None)
     facts = {"attn_implementation": attention} if isinstance(attention, str) else {}
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -110,19 +105,6 @@ def quantize_folder(
     Weights are read when they are needed, and their pages given back to the system; those that a verb changes lie in
     files of their own. The memory that a model takes does not grow with its weights, but with its scales. An exported
     file takes and gives float32 where the model has bfloat16 or float16, because NumPy knows no bfloat16.
-
-    Args:
-        folder: with `config.json` and safetensors files.
-        example: inputs to trace the model with; None for tokens, in any number of rows of any length.
-        config: what is quantized, and how.
-        dynamic_shapes: see `qsdk.quantize`.
-        fold_batch_norm: see `qsdk.quantize`.
-        scratch: folder for changed weights; None for the system's temporary folder.
-
-    Raises:
-        FileFormatError: the folder has no readable config.
-        ConfigError: transformers is not installed, or lacks the class of the model.
-        ModelError: the checkpoint is incomplete, or the model takes other inputs than tokens and no example is given.
     """
     path = Path(folder)
     model = read_model(path, "read it yourself, and give quantize the module", {"dtype": "auto"}).eval()

@@ -179,10 +179,6 @@ class OnnxDoor:
 
 
 def require_no_forward(forward: Forward | None) -> None:
-    """Raise an error for `forward=` on the ONNX side.
-
-    Raises:
-        ConfigError: it is given.
-    """
+    """Raise an error for `forward=` on the ONNX side."""
     if forward is not None:
         raise ConfigError("forward= calls an nn.Module; an ONNX model is fed by name: give mappings of arrays")

@@ -27,19 +27,9 @@ _IN_A_PICKLE = 2048  # weights that a file of them may hold, which is not opened
 
 
 def read_model(folder: Path, instead: str, options: Mapping[str, Any]) -> nn.Module:
-    """Read the float model of a checkpoint, in the class that its config names.
+    """Read the float model of a checkpoint, in the class that its config names; messages say what to do `instead`.
 
     With `dtype="auto"` among the options, safetensors files are mapped: no weight is read before it is needed.
-
-    Args:
-        folder: with `config.json` and the weights.
-        instead: what the user can do where it cannot be read, for messages.
-        options: for `from_pretrained` of the class.
-
-    Raises:
-        FileFormatError: the folder has no readable config.
-        ConfigError: transformers is not installed, or lacks the class.
-        ModelError: the files are damaged, lack weights of the model, or hold them in other shapes.
     """
     name = _class_named_by(read_config(folder, instead), folder / CONFIG, instead)
     try:
@@ -71,12 +61,7 @@ def read_model(folder: Path, instead: str, options: Mapping[str, Any]) -> nn.Mod
 
 
 def read_config(folder: Path, instead: str) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint folder, which strangers may have written.
-
-    Raises:
-        FileFormatError: there is none, it is damaged, asks for attention that may be foreign code, or counts what no
-            model has so many of.
-    """
+    """Return the `config.json` of a checkpoint folder, which strangers may have written."""
     path = folder / CONFIG
     text = read_text(path, "give the folder of a checkpoint, with its config.json; for an ONNX file, check the path")
     config = parse_json(text, os.fspath(path), instead)
@@ -95,11 +80,7 @@ def read_config(folder: Path, instead: str) -> dict[str, Any]:
 
 
 def require_known_attention(value: Any, where: str, remedy: str) -> None:
-    """Refuse the name of an attention that is none of transformers' own: it would be fetched, and is code.
-
-    Raises:
-        FileFormatError: names it and the known ones.
-    """
+    """Refuse the name of an attention that is none of transformers' own: it would be fetched, and is code."""
     names = value.values() if isinstance(value, dict) else [value]
     for name in names:
         if name is not None and name not in _ATTENTION:
@@ -118,12 +99,7 @@ def _class_named_by(config: Mapping[str, Any], path: Path, instead: str) -> str:
 
 
 def _count_weights(folder: Path, instead: str) -> int:
-    """Return how many tensors the files of a checkpoint hold, at least where they cannot tell.
-
-    Raises:
-        FileFormatError: the folder holds a device or pipe, or its index names files outside of it.
-        ModelError: a file is damaged.
-    """
+    """Return how many tensors the files of a checkpoint hold, at least where they cannot tell."""
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise FileFormatError(f"{path} is no ordinary file, but a pipe or a device; delete it, or {instead}")
@@ -163,11 +139,7 @@ def _damaged(path: Path, instead: str) -> ModelError:
 
 @contextmanager
 def _no_more_parameters(weights: int, path: Path) -> Iterator[None]:
-    """Refuse to build a model of far more parameters than there are weights: a wrong count may stand for years.
-
-    Raises:
-        FileFormatError: names the config.
-    """
+    """Refuse to build a model of far more parameters than there are weights: a wrong count may stand for years."""
     made, most, thread = 0, _PARAMETERS + 4 * weights, get_ident()
 
     def counted(_module: nn.Module, _name: str, _value: nn.Parameter) -> None:
@@ -187,16 +159,7 @@ def _no_more_parameters(weights: int, path: Path) -> Iterator[None]:
 
 
 def default_example(model: Any, folder: Path, *, step: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return an example of tokens for a text model, and its dynamic axes: batch and sequence.
-
-    Args:
-        model: of the transformers library.
-        folder: that it was read from, for messages.
-        step: the example will become a decoder's step with a cache, whose axes are dynamic anyway.
-
-    Raises:
-        ModelError: the model takes other inputs than tokens.
-    """
+    """Return an example of tokens for a text model, and its dynamic axes: batch and sequence."""
     vocabulary = getattr(model.config, "vocab_size", None)
     if getattr(model, "main_input_name", "") != "input_ids" or vocabulary is None or model.config.is_encoder_decoder:
         raise ModelError(

@@ -20,9 +20,6 @@ def same_on_ranks(verb: Callable[P, R]) -> Callable[P, R]:
 
     The verb itself looks at its own rank's data alone. With other data on each rank the sims would drift apart without
     a word, and the layers that the ranks share in `gptq` would belong to different models.
-
-    Raises:
-        DataError: the sims differ; every one is as it was before the verb.
     """
 
     @wraps(verb)
