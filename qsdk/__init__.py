@@ -18,7 +18,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     prove       check_parity compare report
     integers    to_integer
     files       save load save_encodings load_encodings
-                convert_encodings apply_encodings
+                apply_encodings
     classes     QuantSim OnnxSim Report Encoding
     dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
                 float32 float8e4m3fn float8e5m2 float4e2m1, of the class DType; in qsdk.dtypes:
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.checkpoints import quantize_checkpoint
     from qsdk.verbs.doors.choose import OnnxSim, QuantSim
     from qsdk.verbs.export import check_parity, export
-    from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
+    from qsdk.verbs.files import load, load_encodings, save, save_encodings
     from qsdk.verbs.integer import to_integer
     from qsdk.verbs.layers import adaround, gptq, seq_mse
     from qsdk.verbs.qdq_files import session, validate
@@ -95,42 +95,30 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: name -> the file in qsdk/verbs that holds it, loaded on first use
-_VERBS = {
+#: file in qsdk/verbs -> the names that it holds, loaded on first use
+_FILES = {
     "quantize": "quantize",
-    "calibrate": "calibrate",
-    "quantize_checkpoint": "checkpoints",
-    "inputs_only": "calibrate",
-    "export": "export",
-    "check_parity": "export",
-    "to_integer": "integer",
-    "validate": "qdq_files",
-    "session": "qdq_files",
-    "seq_mse": "layers",
-    "adaround": "layers",
-    "gptq": "layers",
-    "load_encodings": "files",
-    "save_encodings": "files",
-    "convert_encodings": "files",
-    "save": "files",
-    "load": "files",
-    "apply_encodings": "apply",
-    "correct_bias": "bias",
-    "reestimate_batch_norm": "bias",
-    "tune_blocks": "blocks",
-    "equalize": "scaling",
-    "smooth_quant": "scaling",
-    "awq": "scaling",
+    "calibrate": "calibrate inputs_only",
+    "checkpoints": "quantize_checkpoint",
+    "export": "export check_parity",
+    "integer": "to_integer",
+    "qdq_files": "validate session",
+    "layers": "seq_mse adaround gptq",
+    "files": "load_encodings save_encodings save load",
+    "apply": "apply_encodings",
+    "bias": "correct_bias reestimate_batch_norm",
+    "blocks": "tune_blocks",
+    "scaling": "equalize smooth_quant awq",
     "rotate": "rotate",
-    "distill_loss": "training",
-    "mixed_precision": "analysis.precision",
-    "report": "analysis.report",
-    "sensitivity": "analysis.sensitivity",
-    "autoquant": "analysis.autoquant",
-    "compare": "analysis.compare",
-    "QuantSim": "doors.choose",
-    "OnnxSim": "doors.choose",
+    "training": "distill_loss",
+    "analysis.precision": "mixed_precision",
+    "analysis.report": "report",
+    "analysis.sensitivity": "sensitivity",
+    "analysis.autoquant": "autoquant",
+    "analysis.compare": "compare",
+    "doors.choose": "QuantSim OnnxSim",
 }
+_VERBS = {name: file for file, names in _FILES.items() for name in names.split()}
 
 #: what few need, by the module that has it
 _ELSEWHERE = {
@@ -169,7 +157,6 @@ __all__ = [
     "autoquant",
     "distill_loss",
     "save_encodings",
-    "convert_encodings",
     "save",
     "load",
     "demo",
@@ -217,6 +204,7 @@ def __getattr__(name: str) -> Any:
     if name == "demo" or name in _ELSEWHERE:
         return import_module(f"qsdk.{name}")
     moved = {name: f"{module}.{name}" for module, names in _ELSEWHERE.items() for name in names}
+    moved |= {"load_pretrained": "load", "convert_encodings": "save_encodings"}
     raise AttributeError(missing_name(name, __all__, moved))
 
 

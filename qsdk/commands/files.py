@@ -9,7 +9,7 @@ from qsdk.commands.printing import require_output, show
 from qsdk.core.encodings.provenance import GRAPH
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.verbs.files import convert_encodings, read_with
+from qsdk.verbs.files import read_with, save_encodings
 from qsdk.verbs.integer import to_integer
 from qsdk.verbs.qdq_files import inspect
 
@@ -74,7 +74,7 @@ def _granularity(encoding: Encoding) -> str:
 def run_convert(options: Namespace) -> int:
     """Write encodings in another format. Facts that it cannot express are an error, or listed with `--allow-loss`."""
     require_output(options.out)
-    report = convert_encodings(
+    report = save_encodings(
         options.source, options.out, version=options.to, model=options.model, allow_loss=options.allow_loss
     )
     show(report, as_json=options.json)

@@ -50,21 +50,22 @@ from torch_bridge.torch_values.parameters import main_dtype
 
 
 def save_encodings(
-    sim: Sim,
+    sim_or_file: Sim | OnnxSource,
     path: str | os.PathLike[str],
     *,
     version: str | None = None,
     model: OnnxSource | None = None,
     allow_loss: bool = False,
 ) -> Report:
-    """Write the encodings of a sim to a file, in qsdk's own format or in one of AIMET's.
+    """Write encodings, of a sim or those of another file, in qsdk's own format or in one of AIMET's.
 
     Args:
-        sim: of either side.
-        path: of the file.
+        sim_or_file: a sim of either side; or a file of encodings of qsdk or AIMET, or a Q/DQ ONNX model (`.onnx`).
+        path: of the file to write.
         version: None or "qsdk" for the own format; AIMET's "1.0.0", "2.0.0" or "2.1.0".
-        model: with a version of AIMET, the float ONNX model whose tensor names the entries are to carry, matched by
-            structure alone; None for the names of the sim's own graph.
+        model: a float ONNX model. Of a sim, with a version of AIMET, the one whose tensor names the entries are to
+            carry, matched by structure alone; None for the names of the sim's own graph. Of a file, the one that it
+            belongs to, needed where the file lacks what the other format holds: axes, and which tensors are parameters.
         allow_loss: leave out the sites that the version cannot express, instead of raising an error.
 
     Returns:
@@ -72,7 +73,8 @@ def save_encodings(
 
     Raises:
         CalibrationError: lists the sites that have no encoding.
-        ConfigError: an unknown version, or a model for qsdk's own format, which identifies tensors by site.
+        ConfigError: an unknown version, or a sim and a model for qsdk's own format, which identifies tensors by site.
+        FileFormatError: the file cannot be read, does not fit the model, or needs one.
         ExportError: the folder cannot be written, or the version cannot express some sites: it lists them.
 
     Examples:
@@ -81,10 +83,26 @@ def save_encodings(
         >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
         >>> _ = qsdk.calibrate(sim, [x], progress=False)
         >>> _ = qsdk.save_encodings(sim, folder + "/aimet.json", version="1.0.0")
+        >>> qsdk.save_encodings(folder + "/aimet.json", folder + "/newer.json", version="2.0.0").summary["sites"]
+        4
     """
+    if isinstance(sim_or_file, str | os.PathLike | bytes | ModelProto):
+        stored, tensors = _converted(sim_or_file, require_version(version), model)
+    else:
+        stored, tensors = _of_sim(sim_or_file, require_version(version), model)
+    return _write(stored, tensors, path, require_version(version), allow_loss=allow_loss)
+
+
+def _converted(
+    source: OnnxSource, version: str, model: OnnxSource | None
+) -> tuple[StoredEncodings, Mapping[str, TensorFacts]]:
+    stored, listed = read_with(source, model)
+    return stored, facts_of(stored, listed, model_io.source_name(source), needs_kinds=version == "1.0.0")
+
+
+def _of_sim(sim: Sim, version: str, model: OnnxSource | None) -> tuple[StoredEncodings, Mapping[str, TensorFacts]]:
     require_sim(sim)
-    chosen = require_version(version)
-    if model is not None and chosen == OWN:
+    if model is not None and version == OWN:
         raise ConfigError("model= gives AIMET's formats their tensor names; qsdk's own goes by sites: leave it out")
     encodings, tensors = sim.encodings, {facts.site: facts for facts in float_facts(sim.graph, sim.plan)}
     if model is not None:
@@ -98,7 +116,7 @@ def save_encodings(
     kinds = {site: decision.kind for site, decision in sim.plan.decisions.items()}
     names = {site: facts.name for site, facts in tensors.items()}
     stored = StoredEncodings(encodings, casts_of(sim.plan), provenance_of(sim.config, sim.graph), names, kinds)
-    return _write(stored, tensors, path, chosen, allow_loss=allow_loss)
+    return stored, tensors
 
 
 def load_encodings(
@@ -155,46 +173,6 @@ def load_encodings(
     with put_back_on_error(sim), without_shifts(sim, rounds=False):
         sim.restore(state)
     return report
-
-
-def convert_encodings(
-    source: OnnxSource,
-    out: str | os.PathLike[str],
-    *,
-    version: str | None,
-    model: OnnxSource | None = None,
-    allow_loss: bool = False,
-) -> Report:
-    """Write the encodings of a file, or of a Q/DQ model, in another format.
-
-    Args:
-        source: an encodings file of qsdk or AIMET, or a Q/DQ ONNX model (`.onnx`).
-        out: path of the file to write.
-        version: as `save_encodings` takes it.
-        model: the float ONNX model that the source belongs to; needed where the source lacks facts that the other
-            format holds: axes, and which tensors are parameters.
-        allow_loss: leave out what the version cannot express, instead of raising an error.
-
-    Returns:
-        Rows as those of `save_encodings`.
-
-    Raises:
-        FileFormatError: the source cannot be read, does not fit the model, or needs one.
-        ConfigError: an unknown version.
-        ExportError: the folder cannot be written, or the version cannot express some sites: it lists them.
-
-    Examples:
-        >>> import tempfile, torch, qsdk
-        >>> folder, x = tempfile.mkdtemp(), torch.randn(64, 8)
-        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x), [x], progress=False)
-        >>> _ = qsdk.export(sim, folder + "/model.onnx")
-        >>> qsdk.convert_encodings(folder + "/model.onnx", folder + "/aimet.json", version="1.0.0").summary["sites"]
-        4
-    """
-    chosen = require_version(version)
-    stored, listed = read_with(source, model)
-    tensors = facts_of(stored, listed, model_io.source_name(source), needs_kinds=chosen == "1.0.0")
-    return _write(stored, tensors, out, chosen, allow_loss=allow_loss)
 
 
 def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncodings, list[TensorFacts] | None]:

@@ -34,6 +34,8 @@ def test_a_name_in_another_spelling_is_recognised():
         match=r"^module 'qsdk' has no attribute 'nothing'; help\(qsdk\) .*docs/coming_from those of",
     ):
         _ = qsdk.nothing
+    with pytest.raises(AttributeError, match=r"no attribute 'load_pretrained'; it is qsdk\.load$"):
+        _ = qsdk.load_pretrained
     for module in (qsdk.analysis, qsdk.dtypes, qsdk.train):
         for name in module.__all__:
             with pytest.raises(AttributeError, match=rf"it is {module.__name__}\.{name}$"):

@@ -23,7 +23,7 @@ from qsdk.core.encodings.provenance import network_hash
 from qsdk.core.encodings.qsdk_format import loads
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.block_scales import TwoLevel, block_scales
-from qsdk.verbs.files import convert_encodings, load_encodings, save_encodings
+from qsdk.verbs.files import load_encodings, save_encodings
 
 both = pytest.mark.parametrize("door", DOORS)
 FORMATS = ("qsdk", "1.0.0", "2.0.0", "2.1.0")
@@ -209,13 +209,13 @@ def test_every_format_becomes_every_other(tmp_path):
     sources = {"onnx": tmp_path / "m.onnx", "qsdk": tmp_path / "m.encodings.json"}
     for version in AIMET:
         for source, path in sources.items():
-            convert_encodings(path, tmp_path / f"{source}.json", version=version)
+            save_encodings(path, tmp_path / f"{source}.json", version=version)
         save_encodings(sim, tmp_path / "saved.json", version=version)
         texts = {(tmp_path / f"{name}.json").read_text() for name in ("onnx", "qsdk", "saved")}
         assert len({json.dumps(entries(json.loads(text)), sort_keys=True) for text in texts}) == 1
         load_encodings(fresh, tmp_path / "onnx.json")
         assert fresh.encodings == sim.encodings
-    report = convert_encodings(tmp_path / "m.onnx", tmp_path / "own.json", version="qsdk")
+    report = save_encodings(tmp_path / "m.onnx", tmp_path / "own.json", version="qsdk")
     assert [row["site"] for row in report.rows if row["frozen"]] == ["fc1:weight"]
     assert loads((tmp_path / "own.json").read_text(), "own").encodings == sim.encodings
 
@@ -224,8 +224,8 @@ def test_a_model_gives_what_a_version_leaves_out(tmp_path):
     source = next(path for path in FILES if path.stem == "plain.0.6.1")
     out = tmp_path / "e.json"
     with pytest.raises(FileFormatError, match="this version has no channel axis, so the model must say; pass model="):
-        convert_encodings(source, out, version="2.0.0")
-    report = convert_encodings(source, out, version="2.0.0", model=tiny())
+        save_encodings(source, out, version="2.0.0")
+    report = save_encodings(source, out, version="2.0.0", model=tiny())
     assert entries(json.loads(out.read_text()))["encodings"] == {
         name: entry for name, entry in entries(golden("plain.2.0.0"))["encodings"].items() if name != "f"
     }
@@ -236,15 +236,15 @@ def test_a_model_gives_what_a_version_leaves_out(tmp_path):
     with pytest.raises(
         FileFormatError, match=r"does not say the kinds of the tensors at .*conv.weight; pass the float ONNX model"
     ):
-        convert_encodings(out, tmp_path / "f.json", version="1.0.0")
-    convert_encodings(out, tmp_path / "f.json", version="1.0.0", model=tiny())
+        save_encodings(out, tmp_path / "f.json", version="1.0.0")
+    save_encodings(out, tmp_path / "f.json", version="1.0.0", model=tiny())
     assert set(entries(json.loads((tmp_path / "f.json").read_text()))["param_encodings"]) == {"conv.weight", "m1", "m2"}
 
 
 def test_a_file_of_another_model_is_refused_and_nothing_is_written(tmp_path):
     source = next(path for path in FILES if path.stem == "plain.1.0.0")
     with pytest.raises(FileFormatError, match=r"does not fit the model: .*m1: no tensor has this name"):
-        convert_encodings(source, tmp_path / "e.json", version="2.0.0", model=onnx_model())
+        save_encodings(source, tmp_path / "e.json", version="2.0.0", model=onnx_model())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -329,10 +329,6 @@ def test_entries_of_what_was_folded_or_fused_name_the_site_that_has_their_range(
     if door == "onnx":  # such a file goes by the tensors of the float model
         assert f"c1 {folded}" in str(caught.value)
         assert "c2 (folded into conv2:output" in str(caught.value)
-
-
-def test_the_verbs_are_on_the_face():
-    assert qsdk.convert_encodings is convert_encodings
 
 
 def test_the_encodings_for_qairt_are_those_of_the_file_for_the_htp_under_the_names_of_the_float_file(tmp_path):

@@ -76,7 +76,7 @@ def test_an_archive_that_unpacks_to_gigabytes(saved: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "read", [lambda p: qsdk.load(p), qsdk.load_config, lambda p: qsdk.convert_encodings(p, "x", version=None)]
+    "read", [lambda p: qsdk.load(p), qsdk.load_config, lambda p: qsdk.save_encodings(p, "x", version=None)]
 )
 def test_a_pipe_and_a_folder_are_not_read(tmp_path: Path, read):
     pipe = tmp_path / "pipe.json"
