@@ -7,7 +7,6 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, metadata, set_metadata
@@ -121,7 +120,7 @@ def lower(
     alone = not rounds and (plan.only_weights() or bool(needed_options(model)))
     drop_properties(model, (OPTIONS_KEY,))
     if runtime.adapt is not None:
-        _note_zero_points(lowering.rows, runtime.adapt(model, large, only_weights=alone))
+        _note_zero_points(lowering.rows, runtime.adapt(model, large, alone))
     if runtime.kernel_casts or (in_bfloat16 and not runtime.in_bfloat16):
         insert_kernel_casts(model)
     quantize_inputs(model)
@@ -168,7 +167,7 @@ def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, out
         narrowed = narrow(at.values(source), code)
         middle = at.once(source, dtype.name.encode(), narrowed, f"_{dtype.name}")
     else:
-        middle = unique(f"{site}/{dtype.name}", at.taken)
+        middle = at.fresh(f"{site}/{dtype.name}")
         first = at.add("Cast", [source], middle, f"{site}/cast", to=code)
         set_metadata(first, site=site, dtype=dtype.name, kind=kind)
     back = at.target(site, output, tensor_type)
@@ -205,7 +204,7 @@ def _quantize(
         attribute = {}
     if own_type != FLOAT32 and opset_of(at.model) >= _PRECISION:
         attribute["precision"] = FLOAT_CODES[FLOAT32]  # without it, the division is in the scale's type
-    codes = unique(f"{site}/quantized", at.taken)
+    codes = at.fresh(f"{site}/quantized")
     at.add("QuantizeLinear", [source, *inputs], codes, f"{site}/quantize", **options, **attribute)
     name = at.target(site, output, "dequantized")
     dequantize = dequantize_to(at, site, [codes, *inputs], name, cast_type, **options)
@@ -233,7 +232,7 @@ def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str
         )
     low = at.initializer(encoding.low.reshape(()), f"{site}/low")
     high = at.initializer(encoding.high.reshape(()), f"{site}/high")
-    clipped = unique(f"{site}/clipped", at.taken)
+    clipped = at.fresh(f"{site}/clipped")
     set_metadata(at.add("Clip", [source, low, high], clipped, f"{site}/clip"), site=site)
     return clipped
 
@@ -241,7 +240,7 @@ def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str
 def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, output: str, tensor_type: str) -> None:
     site = decision.site
     source = widen(at, site, source, tensor_type)
-    names = [unique(f"{site}/{name}", at.taken) for name in ("quantized", "scale", "zero_point")]
+    names = [at.fresh(f"{site}/{name}") for name in ("quantized", "scale", "zero_point")]
     quantize = helper.make_node("DynamicQuantizeLinear", [source], names, f"{site}/quantize")
     at.nodes.append(quantize)
     name = at.target(site, output, "dequantized")

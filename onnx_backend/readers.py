@@ -3,10 +3,11 @@
 from typing import Any, Literal
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto, helper
+import numpy.typing as npt
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, producers, unique
+from onnx_backend.proto.graph_queries import GraphIndex
 from onnx_backend.proto.nodes import attributes, set_metadata
 from qsdk.core.graph.op_facts import EXTREMES, LINEAR, MOVEMENTS
 
@@ -19,20 +20,21 @@ _MOVES = MOVEMENTS | EXTREMES | {"Clip", "Concat", "Dropout", "Pad", "Relu"}
 _BLOCKS = frozenset({16, 32, 64, 128, 256})
 
 
-class Readers:
-    """A graph with Q/DQ pairs, and who reads which of its tensors.
+class Readers(GraphIndex):
+    """An index of a graph with Q/DQ pairs."""
 
-    Attributes:
-        stored: the stored tensors, by name.
-        makers: tensor -> the node that computes it.
-        readers: tensor -> the nodes that read it.
-        outputs: names of the graph's outputs.
-    """
+    def copy(self, tensor: str, op: str = "Sum", *more: str, end: str = "apart", **options: Any) -> NodeProto:
+        """Return a node that repeats a tensor, so that a runtime does not see what reads it beside what makes it."""
+        name = self.fresh(f"{tensor}/{end}")
+        node = helper.make_node(op, [tensor, *more], [name], self.fresh(name), **options)
+        set_metadata(node, copy_of=tensor)
+        return node
 
-    def __init__(self, graph: GraphProto) -> None:
-        self.stored, self.makers = initializers(graph), producers(graph.node)
-        self.readers = consumers(graph.node)
-        self.outputs = {value.name for value in graph.output}
+    def store(self, name: str, value: npt.NDArray[Any]) -> str:
+        """Store a tensor under a fresh name, and return that."""
+        name = self.fresh(name)
+        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
 
     def dtype(self, quantize: NodeProto) -> str:
         """Return the name of the dtype that a QuantizeLinear produces."""
@@ -139,16 +141,6 @@ def pair_before(node: NodeProto, known: Readers) -> NodeProto | None:
     quantize = known.makers.get(maker.input[0])
     is_wide = quantize is not None and quantize.op_type == "QuantizeLinear" and known.dtype(quantize).endswith("16")
     return None if is_wide else maker
-
-
-def copy_node(
-    tensor: str, taken: set[str], op: str = "Sum", *more: str, end: str = "apart", **options: Any
-) -> NodeProto:
-    """Return a node that repeats a tensor, so that a runtime does not see what reads it beside what makes it."""
-    name = unique(f"{tensor}/{end}", taken)
-    node = helper.make_node(op, [tensor, *more], [name], unique(name, taken), **options)
-    set_metadata(node, copy_of=tensor)
-    return node
 
 
 def words(text: str) -> frozenset[str]:

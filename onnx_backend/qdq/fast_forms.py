@@ -29,15 +29,17 @@ import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers, names_in, unique
+from onnx_backend.proto.graph_queries import initializers, names_in
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import (
     attributes,
     constant_tensor,
+    copied,
     drop_unused_initializers,
     is_constant,
     metadata,
     replace_nodes,
+    set_attributes,
     set_metadata,
 )
 from onnx_backend.proto.opsets import opset_of
@@ -99,8 +101,7 @@ def with_pairs(model: ModelProto) -> ModelProto:
     """
     if not _forms_of(model):
         return model
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     graph = result.graph
     made = {name for node in graph.node if _PART_KEY not in metadata(node) for name in node.output}
     stored, nodes, behind = initializers(graph), list[NodeProto](), dict[str, list[NodeProto]]()
@@ -162,11 +163,12 @@ def _forms_of(model: ModelProto) -> dict[str, bytes]:
     return {node.output[0]: node.SerializeToString(deterministic=True) for node in noted} | own
 
 
-class _Writer:
+class _Writer(Readers):
     """A graph while forms are written; `nodes` are those so far."""
 
     def __init__(self, model: ModelProto) -> None:
-        self.graph, self.known, self.taken = model.graph, Readers(model.graph), names_in(model.graph)
+        super().__init__(model.graph)
+        self.taken = names_in(model.graph)  # before forms store numbers, so that a file gives the same names again
         self.nodes: list[NodeProto] = []
         self._opset = opset_of(model)
         self._on_codes = any(node.op_type == "QuantizeLinear" for node in self.graph.node)
@@ -178,11 +180,11 @@ class _Writer:
 
     def is_folded(self, pair: NodeProto) -> bool:
         """Return True for a DequantizeLinear of a weight whose readers compute in floats."""
-        codes, scale = self._stored(pair, _FOLDED), self.known.stored.get(pair.input[1])
-        readers, facts = self.known.readers.get(pair.output[0], []), attributes(pair)
+        codes, scale = self._stored(pair, _FOLDED), self.stored.get(pair.input[1])
+        readers, facts = self.readers.get(pair.output[0], []), attributes(pair)
         if codes is None or scale is None or scale.data_type != TensorProto.FLOAT or not readers:
             return False
-        if facts.get("output_dtype") or pair.output[0] in self.known.outputs:
+        if facts.get("output_dtype") or pair.output[0] in self.outputs:
             return False
         block = facts.get("block_size", 0)
         if block:
@@ -192,7 +194,7 @@ class _Writer:
 
     def fold(self, pair: NodeProto) -> None:
         """Write a DequantizeLinear as what is folded when a session is opened."""
-        last, dims, facts = pair.output[0], [*self.known.stored[pair.input[0]].dims], attributes(pair)
+        last, dims, facts = pair.output[0], [*self.stored[pair.input[0]].dims], attributes(pair)
         axis, block = facts.get("axis", 1) % len(dims), facts.get("block_size", 0)
         values = self._part(last, "Cast", [pair.input[0]], to=TensorProto.FLOAT)
         if block:
@@ -214,26 +216,26 @@ class _Writer:
 
     def is_in_norm(self, reciprocal: NodeProto) -> bool:
         """Return True for 1 over the root of a sum with a stored float32."""
-        root = self.known.makers.get(reciprocal.input[0])
-        total = None if root is None or root.op_type != "Sqrt" else self.known.makers.get(root.input[0])
+        root = self.makers.get(reciprocal.input[0])
+        total = None if root is None or root.op_type != "Sqrt" else self.makers.get(root.input[0])
         if total is None or total.op_type != "Add":
             return False
-        stored = [self.known.stored[name] for name in total.input if name in self.known.stored]
+        stored = [self.stored[name] for name in total.input if name in self.stored]
         return any(tensor.data_type == TensorProto.FLOAT for tensor in stored)
 
     def divide(self, reciprocal: NodeProto) -> None:
         """Write a Reciprocal as a Div of 1, the same number."""
-        one = self._store(f"{reciprocal.output[0]}/one", np.ones((), np.float32))
+        one = self._store_once(f"{reciprocal.output[0]}/one", np.ones((), np.float32))
         inputs = [one, reciprocal.input[0]]
         self._last(helper.make_node("Div", inputs, [*reciprocal.output], reciprocal.name), [reciprocal])
 
     def layer_of(self, bias: NodeProto) -> NodeProto | None:
         """Return the MatMul to which an Add adds its bias, if a Gemm of as many rows as there are runs on codes."""
-        layer = next((n for name in bias.input if (n := self.known.makers.get(name)) and n.op_type == "MatMul"), None)
-        if layer is None or len(self.known.readers[layer.output[0]]) > 1 or layer.output[0] in self.known.outputs:
+        layer = next((n for name in bias.input if (n := self.makers.get(name)) and n.op_type == "MatMul"), None)
+        if layer is None or len(self.readers[layer.output[0]]) > 1 or layer.output[0] in self.outputs:
             return None
-        source, weight, added = (self.known.makers.get(name) for name in _operands_of(layer, bias))
-        behind = [self.known.dtype(node) for node in quantizers(bias, self.known)]
+        source, weight, added = (self.makers.get(name) for name in _operands_of(layer, bias))
+        behind = [self.dtype(node) for node in quantizers(bias, self)]
         if source is None or weight is None or added is None or {*behind, self._codes_behind(source)} != {"uint8"}:
             return None  # the runtime does not load a Reshape beside signed codes
         codes, numbers = self._stored(weight, _BYTES), self._stored(added, (TensorProto.INT32,))
@@ -241,7 +243,7 @@ class _Writer:
         most = len(sizes) if self._opset >= _SHAPE_IN_PART else 1
         if codes is None or numbers is None or len(sizes) < _LEAST_AXES or not 0 < sizes[:-1].count(None) <= most:
             return None
-        scales = [self.known.stored.get(pair.input[1]) for pair in (source, weight)]
+        scales = [self.stored.get(pair.input[1]) for pair in (source, weight)]
         in_float32 = all(scale is not None and scale.data_type == TensorProto.FLOAT for scale in scales)
         are_matrices = len(codes.dims) == 2 and list(numbers.dims) == [codes.dims[1]]
         have_zero_points = {len(source.input), len(weight.input)} == {3} and not attributes(weight).get("block_size")
@@ -250,7 +252,7 @@ class _Writer:
     def flatten(self, layer: NodeProto, bias: NodeProto) -> None:
         """Write a MatMul and the Add of its bias as a Gemm of all rows."""
         last, (source, weight, added) = bias.output[0], _operands_of(layer, bias)
-        width, made = self.known.stored[self.known.makers[weight].input[0]].dims
+        width, made = self.stored[self.makers[weight].input[0]].dims
         self._dropped.add(layer.output[0])
         rows = self._part(last, "Reshape", [source, self._numbers(f"{last}/rows/shape", [-1, width])])
         product = self._part(last, "Gemm", [rows, weight, added])
@@ -265,8 +267,8 @@ class _Writer:
 
     def is_pool(self, mean: NodeProto) -> bool:
         """Return True for a mean over all positions of an image that stands there as unsigned codes."""
-        source, facts = self.known.makers.get(mean.input[0]), attributes(mean)
-        axes = self.known.stored.get(mean.input[1]) if len(mean.input) > 1 else None
+        source, facts = self.makers.get(mean.input[0]), attributes(mean)
+        axes = self.stored.get(mean.input[1]) if len(mean.input) > 1 else None
         rank = len(self._sizes.get(mean.input[0], ()))
         if source is None or axes is None or rank < _LEAST_AXES or facts.get("keepdims", 1) != 1:
             return False
@@ -285,30 +287,30 @@ class _Writer:
         chain = [reshape]
         while chain[0].op_type != "Transpose":
             name = chain[0].input[0]
-            maker = self.known.makers.get(name)
-            if maker is None or len(self.known.readers[name]) > 1 or name in self.known.outputs:
+            maker = self.makers.get(name)
+            if maker is None or len(self.readers[name]) > 1 or name in self.outputs:
                 return []
             if len(chain) > len(_BETWEEN[1]):
                 return []
             chain.insert(0, maker)
         first, pair = chain[0], chain[1:-1]
-        shape, sizes = self.known.stored.get(reshape.input[1]), self._sizes.get(first.input[0], ())
+        shape, sizes = self.stored.get(reshape.input[1]), self._sizes.get(first.input[0], ())
         if [node.op_type for node in chain[1:]] not in _BETWEEN or shape is None or len(sizes) != _LEAST_AXES:
             return []
         wanted = array(shape).reshape(-1).tolist()
         is_image = len(wanted) == _IMAGE and wanted[1] == sizes[2] and wanted[2] * wanted[3] == sizes[1]
         if attributes(first).get("perm") != [0, 2, 1] or not is_image or wanted[0] > 0:
             return []
-        before = self.known.makers.get(first.input[0], first)
+        before = self.makers.get(first.input[0], first)
         same = all(self._operands(node) == self._operands(before) for node in pair) and None not in map(
             self._operands, pair
         )
-        return chain if not pair or (same and self._codes_behind(before) == self.known.dtype(pair[0])) else []
+        return chain if not pair or (same and self._codes_behind(before) == self.dtype(pair[0])) else []
 
     def transpose_behind(self, chain: Sequence[NodeProto]) -> None:
         """Write a Transpose of tokens and the Reshape to an image as a Reshape and a Transpose of the image."""
         last = chain[-1].output[0]
-        batch, channels, *image = array(self.known.stored[chain[-1].input[1]]).reshape(-1).tolist()
+        batch, channels, *image = array(self.stored[chain[-1].input[1]]).reshape(-1).tolist()
         self._dropped.update(node.output[0] for node in chain[:-1])
         rows = self._part(
             last, "Reshape", [chain[0].input[0], self._numbers(f"{last}/shape", [batch, *image, channels])]
@@ -319,13 +321,13 @@ class _Writer:
 
     def is_dynamic(self, layer: NodeProto) -> bool:
         """Return True for a product of a dynamically quantized tensor and a stored matrix."""
-        pair, weight = (self.known.makers.get(name) for name in layer.input[:2])
+        pair, weight = (self.makers.get(name) for name in layer.input[:2])
         if pair is None or weight is None or {pair.op_type, weight.op_type} != {"DequantizeLinear"}:
             return False
-        quantize, codes = self.known.makers.get(pair.input[0]), self._stored(weight, _BYTES)
+        quantize, codes = self.makers.get(pair.input[0]), self._stored(weight, _BYTES)
         if quantize is None or quantize.op_type != "DynamicQuantizeLinear" or pair.input[:] != quantize.output[:]:
             return False
-        scale, facts = self.known.stored.get(weight.input[1]), attributes(weight)
+        scale, facts = self.stored.get(weight.input[1]), attributes(weight)
         if codes is None or scale is None or scale.data_type != TensorProto.FLOAT or len(codes.dims) != 2:
             return False
         plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
@@ -335,7 +337,7 @@ class _Writer:
 
     def multiply(self, layer: NodeProto) -> None:
         """Write a layer with a dynamically quantized input as the product of integers that the runtime fuses."""
-        pair, weight = (self.known.makers[name] for name in layer.input[:2])
+        pair, weight = (self.makers[name] for name in layer.input[:2])
         last, (codes, scale, zero) = layer.output[0], pair.input
         self._dropped.update(layer.input[:2])
         total = self._part(last, "MatMulInteger", [codes, weight.input[0], zero, *weight.input[2:]])
@@ -348,7 +350,7 @@ class _Writer:
 
     def is_behind_pair(self, layer: NodeProto) -> bool:
         """Return True for a layer behind a pair whose weight is folded, in a graph with further pairs."""
-        pair, weight = (self.known.makers.get(name) for name in layer.input[:2])
+        pair, weight = (self.makers.get(name) for name in layer.input[:2])
         if pair is None or weight is None or {pair.op_type, weight.op_type} != {"DequantizeLinear"}:
             return False
         return self._on_codes and self.is_folded(weight)
@@ -360,19 +362,19 @@ class _Writer:
 
     def reads_table(self, gather: NodeProto) -> bool:
         """Return True for a look-up of rows in a stored table whose rows have the same scales."""
-        table = self.known.makers.get(gather.input[0])
+        table = self.makers.get(gather.input[0])
         codes = None if table is None else self._stored(table, _LOOKED_UP)
         if table is None or codes is None or attributes(gather).get("axis", 0) != 0:
             return False
-        scale, facts = self.known.stored.get(table.input[1]), attributes(table)
+        scale, facts = self.stored.get(table.input[1]), attributes(table)
         if scale is None or facts.get("block_size") or len(codes.dims) < 2:
             return False
         return not scale.dims or facts.get("axis", 1) % len(codes.dims) != 0
 
     def look_up(self, gather: NodeProto) -> None:
         """Write a look-up on codes; channels of the rows are counted from the last axis."""
-        table = self.known.makers[gather.input[0]]
-        last, rank = gather.output[0], len(self.known.stored[table.input[0]].dims)
+        table = self.makers[gather.input[0]]
+        last, rank = gather.output[0], len(self.stored[table.input[0]].dims)
         self._dropped.add(table.output[0])
         codes = self._part(last, "Gather", [table.input[0], gather.input[1]])
         facts = attributes(table)
@@ -384,16 +386,16 @@ class _Writer:
         """Return the pair, the Pad and its pair before a convolution that can put the zeros itself; else nothing."""
         nodes: list[NodeProto] = []
         for op in reversed(_PADDED):
-            node = self.known.makers.get(nodes[0].input[0] if nodes else conv.input[0])
+            node = self.makers.get(nodes[0].input[0] if nodes else conv.input[0])
             if node is None or node.op_type != op:
                 return []
             nodes.insert(0, node)
         pad, *_, dequantize = taken = nodes[2:]
-        readers = [self.known.readers[node.output[0]] for node in taken]
+        readers = [self.readers[node.output[0]] for node in taken]
         operands = [self._operands(node) for node in nodes if node is not pad]
         if any(len(found) > 1 for found in readers[:-1]) or None in operands or len(set(operands)) > 1:
             return []
-        if self.known.outputs.intersection(node.output[0] for node in taken) or not self._zeros_of(pad):
+        if self.outputs.intersection(node.output[0] for node in taken) or not self._zeros_of(pad):
             return []
         return nodes if all(_can_pad(node, dequantize.output[0]) for node in readers[-1]) else []
 
@@ -402,9 +404,7 @@ class _Writer:
         first, before, pad, quantize, dequantize = zeros
         padded, own = _changed(conv, [before.output[0], *conv.input[1:]]), attributes(conv).get("pads", ())
         sizes = [a + b for a, b in zip(self._zeros_of(pad), own or repeat(0), strict=False)]
-        del padded.attribute[:]
-        padded.attribute.extend(entry for entry in conv.attribute if entry.name != "pads")
-        padded.attribute.append(helper.make_attribute("pads", sizes))
+        set_attributes(padded, {"pads": sizes})
         self._dropped.update(node.output[0] for node in zeros[2:])
         # the pair behind the Pad has the operands of the pair in front
         pair = [
@@ -423,17 +423,17 @@ class _Writer:
         return kept[::-1]
 
     def _stored(self, pair: NodeProto, types: Sequence[int]) -> TensorProto | None:
-        codes = self.known.stored.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
+        codes = self.stored.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
         return codes if codes is not None and codes.data_type in types else None
 
     def _codes_behind(self, pair: NodeProto) -> str:
         """Return the type of the codes that a DequantizeLinear of an activation reads; "" for any other node."""
-        quantize = self.known.makers.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
-        return "" if quantize is None else self.known.dtype(quantize)
+        quantize = self.makers.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
+        return "" if quantize is None else self.dtype(quantize)
 
     def _operands(self, node: NodeProto) -> tuple[bytes, int] | None:
         """Return the scale and zero point of a node of a pair, comparable; None where they are not stored numbers."""
-        stored = [self.known.stored.get(name) for name in node.input[1:]]
+        stored = [self.stored.get(name) for name in node.input[1:]]
         values = [array(tensor) for tensor in stored if tensor is not None and not any(n != 1 for n in tensor.dims)]
         if len(values) < len(stored):
             return None
@@ -442,9 +442,9 @@ class _Writer:
     def _zeros_of(self, pad: NodeProto) -> list[int]:
         """Return the sizes, as a convolution has them, of a Pad that puts zeros behind the channels; else nothing."""
         names, mode = [name for name in pad.input[1:] if name], attributes(pad).get("mode", "constant")
-        if mode != "constant" or len(pad.input) > 3 or any(name not in self.known.stored for name in names):
+        if mode != "constant" or len(pad.input) > 3 or any(name not in self.stored for name in names):
             return []
-        sizes, *value = (array(self.known.stored[name]).reshape(-1).tolist() for name in names)
+        sizes, *value = (array(self.stored[name]).reshape(-1).tolist() for name in names)
         rank = len(sizes) // 2
         beside = [*sizes[:2], *sizes[rank : rank + 2], *(value[0] if value else ())]
         return [*sizes[2:rank], *sizes[rank + 2 :]] if not any(beside) and min(sizes) >= 0 else []
@@ -453,40 +453,40 @@ class _Writer:
         """Return True if nothing that the runtime has computes a reader of a stored weight on its codes."""
         places = [place for place, name in enumerate(reader.input) if name == weight]
         if reader.op_type == "Mul":  # of a norm's weight
-            others = [self.known.makers.get(name) for name in reader.input if name != weight]
+            others = [self.makers.get(name) for name in reader.input if name != weight]
             return all(node is not None and node.op_type == "Mul" for node in others)
         if reader.op_type in _CONVOLUTIONS:
             return places == [1] and (not self._on_codes or self._is_dynamic_pair(reader.input[0]))
         return set(places) <= set(_IN_FLOATS.get(reader.op_type, ()))
 
     def _is_dynamic_pair(self, tensor: str) -> bool:
-        pair = self.known.makers.get(tensor)
-        maker = None if pair is None or pair.op_type != "DequantizeLinear" else self.known.makers.get(pair.input[0])
+        pair = self.makers.get(tensor)
+        maker = None if pair is None or pair.op_type != "DequantizeLinear" else self.makers.get(pair.input[0])
         return maker is not None and maker.op_type == "DynamicQuantizeLinear"
 
     def _multiplies_blocks(self, layer: NodeProto, pair: NodeProto) -> bool:
         own = layer.op_type in ("MatMul", "Gemm") and list(layer.input).index(pair.output[0]) == 1
-        return own and not self.known.becomes_nbits(layer)
+        return own and not self.becomes_nbits(layer)
 
     def _read_by(self, nodes: Sequence[NodeProto]) -> list[NodeProto]:
         """Return nodes behind what they read that is stored, and may be so no more when they are replaced."""
-        names = dict.fromkeys(name for node in nodes for name in node.input[1:] if name in self.known.stored)
-        return [*(helper.make_node("Constant", [], [name], value=self.known.stored[name]) for name in names), *nodes]
+        names = dict.fromkeys(name for node in nodes for name in node.input[1:] if name in self.stored)
+        return [*(helper.make_node("Constant", [], [name], value=self.stored[name]) for name in names), *nodes]
 
     def _shaped(self, last: str, name: str, tensor: str, shape: Sequence[int]) -> str:
         return self._part(last, "Reshape", [tensor, self._numbers(f"{last}/{name}/shape", shape)])
 
     def _numbers(self, name: str, values: Sequence[int]) -> str:
-        return self._store(name, np.array(values, np.int64))
+        return self._store_once(name, np.array(values, np.int64))
 
-    def _store(self, name: str, value: npt.NDArray[Any]) -> str:
+    def _store_once(self, name: str, value: npt.NDArray[Any]) -> str:
         if name not in self._made:  # which this form has already
             self._made.add(name)
             self.graph.initializer.append(numpy_helper.from_array(value, name))
         return name
 
     def _part(self, last: str, op: str, inputs: Sequence[str], **options: int) -> str:
-        name = unique(f"{last}/{op.lower()}", self.taken)
+        name = self.fresh(f"{last}/{op.lower()}")
         node = helper.make_node(op, list(inputs), [name], name)
         node.attribute.extend(helper.make_attribute(key, value) for key, value in options.items())
         set_metadata(node, **{_PART_KEY.removeprefix("qsdk."): last})

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
+from onnx_backend.proto.graph_queries import GraphIndex, consumers, names_in
 from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored
 from onnx_backend.proto.nodes import (
     attributes,
@@ -20,6 +20,7 @@ from onnx_backend.proto.nodes import (
     is_mark,
     rename_inputs,
     replace_nodes,
+    retain,
     set_metadata,
 )
 from onnx_backend.proto.weightless import is_large
@@ -30,7 +31,7 @@ from qsdk.core.numerics.encoding import Encoding
 Array = npt.NDArray[Any]
 
 
-class GraphEditor:
+class GraphEditor(GraphIndex):
     """The editor of a marked model.
 
     Attributes:
@@ -44,10 +45,6 @@ class GraphEditor:
         taken_over: a producer's output -> the graph output it becomes.
         roots: a mark's output -> the stored tensor behind it.
         folded: outputs of Transposes that went into an initializer.
-        stored: name -> stored tensor.
-        taken: every name in use.
-        outputs: of the graph.
-        readers: tensor -> the nodes that read it.
         reused: (initializer, fingerprint of the change) -> the changed initializer.
     """
 
@@ -60,7 +57,9 @@ class GraphEditor:
         pair_types: Collection[str] = (),
         narrow_scales: bool = False,
     ) -> None:
-        self.model, self.graph, self.large = model, model.graph, large
+        super().__init__(model.graph)
+        self.taken = names_in(model.graph)  # those of marks, too
+        self.model, self.large = model, large
         self.explicit, self.pair_types, self.narrow_scales = explicit, pair_types, narrow_scales
         self.nodes: list[NodeProto] = []
         self.rows: list[dict[str, Any]] = []
@@ -68,10 +67,6 @@ class GraphEditor:
         self.taken_over: dict[str, str] = {}
         self.roots: dict[str, str] = {}
         self.folded: set[str] = set()
-        self.stored = initializers(model.graph)
-        self.taken = names_in(model.graph)
-        self.outputs = {value.name for value in model.graph.output}
-        self.readers: dict[str, list[NodeProto]] = {}
         self.reused: dict[tuple[str, bytes], str] = {}
 
     def merge_marks(self) -> None:
@@ -105,12 +100,8 @@ class GraphEditor:
         replace_nodes(self.graph, self.nodes)
         drop_unused_initializers(self.graph)
         computed = {name for node in self.nodes for name in node.output}  # a stored tensor has a type of its own
-        kept = [value for value in self.graph.value_info if value.name in computed]
-        del self.graph.value_info[:]
-        self.graph.value_info.extend(kept)
-        imports = [entry for entry in self.model.opset_import if entry.domain != "qsdk"]
-        del self.model.opset_import[:]
-        self.model.opset_import.extend(imports)
+        retain(self.graph.value_info, lambda value: value.name in computed)
+        retain(self.model.opset_import, lambda entry: entry.domain != "qsdk")
 
     def final(self, name: str) -> str:
         """Return the tensor that readers of a tensor read in the end."""
@@ -128,9 +119,7 @@ class GraphEditor:
         if made_here and current not in self.outputs:
             self.taken_over[current] = output
         else:
-            self.nodes.append(
-                helper.make_node("Identity", [source], [output], unique(f"{output}/identity", self.taken))
-            )
+            self.nodes.append(helper.make_node("Identity", [source], [output], self.fresh(f"{output}/identity")))
 
     def target(self, site: str, output: str, suffix: str) -> str:
         """Return the name of a site's new tensor: the graph output's if it is one, else one that names the site."""
@@ -138,7 +127,7 @@ class GraphEditor:
             return output
         name = f"{site}/{suffix}"
         if output != name:  # a mark made from an export has the name already
-            self.renamed[output] = name = unique(name, self.taken)
+            self.renamed[output] = name = self.fresh(name)
         return name
 
     def add(self, op: str, inputs: Sequence[str], output: str, name: str, **options: Any) -> NodeProto:
@@ -153,7 +142,7 @@ class GraphEditor:
 
     def initializer(self, value: Array | LargeTensor, name: str) -> str:
         """Add an initializer; return its name."""
-        fresh = unique(name, self.taken)
+        fresh = self.fresh(name)
         if isinstance(value, LargeTensor) and is_large(value.dims):
             self.large[fresh] = value
             self.graph.initializer.append(value.stub(fresh))
@@ -215,14 +204,14 @@ def widen(at: GraphEditor, site: str, source: str, dtype: str) -> str:
     """Cast a tensor to float32 for its pair; return the new tensor, or the given one where it is float32."""
     if dtype == FLOAT32:
         return source
-    wide = unique(f"{site}/float32", at.taken)
+    wide = at.fresh(f"{site}/float32")
     set_metadata(at.add("Cast", [source], wide, f"{site}/widen", to=FLOAT_CODES[FLOAT32]), cast_of=site)
     return wide
 
 
 def dequantize_to(at: GraphEditor, site: str, inputs: list[str], name: str, dtype: str, **options: Any) -> NodeProto:
     """Add the DequantizeLinear of a site whose result is the tensor `name`, cast to a type if that is not float32."""
-    wide = name if dtype == FLOAT32 else unique(f"{site}/dequantized32", at.taken)
+    wide = name if dtype == FLOAT32 else at.fresh(f"{site}/dequantized32")
     dequantize = at.add("DequantizeLinear", inputs, wide, f"{site}/dequantize", **options)
     if dtype != FLOAT32:
         set_metadata(at.add("Cast", [wide], name, f"{site}/narrow", to=FLOAT_CODES[dtype]), cast_of=site)

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.proto.graph_queries import consumers, names_in, nodes_reaching, unique
+from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.nodes import (
     attributes,
+    copied,
     drop_unused_initializers,
     metadata,
     rename_inputs,
@@ -32,14 +32,13 @@ _LAYERS = frozenset({"MatMul", "Gemm"})
 
 def quantize_inputs(model: ModelProto) -> None:
     """Put nodes that round it in front of each layer whose weight says so, in place; those that have them keep them."""
-    graph = model.graph
-    readers, taken = consumers(graph.node), names_in(graph)
+    graph, known = model.graph, Readers(model.graph)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     rounds = {node.output[0] for node in graph.node if _PART_KEY in metadata(node)}
     wanted: dict[str, tuple[int, int]] = {}  # first output of a layer -> length of blocks, input channels
     for node in graph.node:
         length = metadata(node).get(BLOCK_KEY)
-        for layer, turned in () if length is None else _layers(node, readers, metadata(node)["qsdk.site"]):
+        for layer, turned in () if length is None else _layers(node, known.readers, metadata(node)["qsdk.site"]):
             if layer.input[0] not in rounds:
                 wanted[layer.output[0]] = int(length or 0), dims[node.input[0]][1 if turned else 0]
     if not wanted:
@@ -50,7 +49,7 @@ def quantize_inputs(model: ModelProto) -> None:
         if node.output and node.output[0] in wanted:
             source, (block, channels) = node.input[0], wanted[node.output[0]]
             if (source, block) not in made:
-                fresh = _Rounding(model, taken, source, block, channels)
+                fresh = _Rounding(known, source, block, channels)
                 nodes += fresh.nodes
                 made[source, block] = fresh.output
             node.input[0] = made[source, block]
@@ -62,8 +61,7 @@ def with_quantized_inputs(model: ModelProto) -> ModelProto:
     """Return a model, or a changed copy, with rounding nodes in front of all layers that round their input."""
     if not input_blocks(model.graph.node):
         return model
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     quantize_inputs(result)
     return result
 
@@ -129,8 +127,8 @@ def _layers(
 class _Rounding:
     """The nodes that round a tensor to int8 in blocks along its last axis, and what they make."""
 
-    def __init__(self, model: ModelProto, taken: set[str], source: str, block: int, channels: int) -> None:
-        self.graph, self.taken, self.source, self.nodes = model.graph, taken, source, list[NodeProto]()
+    def __init__(self, known: Readers, source: str, block: int, channels: int) -> None:
+        self.known, self.source, self.nodes = known, source, list[NodeProto]()
         self.prefix = f"{source}/blocks_of_{block}"
         count = -(-channels // block)
         rows = self._add("Reshape", source, self._numbers("rows", [-1, 1, channels]))
@@ -151,18 +149,13 @@ class _Rounding:
         self.output = self._add("Reshape", rounded, self._add("Shape", source))
 
     def _add(self, op: str, *inputs: str, **options: Any) -> str:
-        name = unique(f"{self.prefix}/{op.lower()}", self.taken)
+        name = self.known.fresh(f"{self.prefix}/{op.lower()}")
         self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
         set_metadata(self.nodes[-1], **{_PART_KEY.removeprefix("qsdk."): self.source})
         return name
 
     def _numbers(self, name: str, values: list[int]) -> str:
-        return self._stored(name, np.array(values, np.int64))
+        return self.known.store(f"{self.prefix}/{name}", np.array(values, np.int64))
 
     def _float(self, name: str, value: float) -> str:
-        return self._stored(name, np.array(value, np.float32))
-
-    def _stored(self, name: str, value: npt.NDArray[Any]) -> str:
-        fresh = unique(f"{self.prefix}/{name}", self.taken)
-        self.graph.initializer.append(numpy_helper.from_array(value, fresh))
-        return fresh
+        return self.known.store(f"{self.prefix}/{name}", np.array(value, np.float32))

@@ -15,11 +15,13 @@ from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.lazy_tensors import narrow
 from onnx_backend.proto.nodes import (
+    copied,
     drop_unused_initializers,
     is_mark,
     metadata,
     rename_inputs,
     replace_nodes,
+    retain,
     set_metadata,
 )
 from onnx_backend.proto.opsets import opset_of
@@ -111,7 +113,7 @@ def round_entries(at: GraphEditor) -> None:
     for node in graph.node:
         dtype = region_type(node)
         if dtype and node.output[0] not in region:
-            _forget(node)
+            retain(node.metadata_props, lambda entry: entry.key != TYPE_KEY)
         elif dtype:
             for place, name in float_inputs(node, opset):
                 maker = made_by.get(name)
@@ -153,21 +155,14 @@ def narrows(node: NodeProto, dtype: str) -> bool:
     return bool(cast_site(node, dtype)) and type_of_cast(node) == dtype
 
 
-def _forget(node: NodeProto) -> None:
-    kept = [(entry.key, entry.value) for entry in node.metadata_props if entry.key != TYPE_KEY]
-    del node.metadata_props[:]
-    for key, value in kept:
-        node.metadata_props.add(key=key, value=value)
-
-
 def _rounding(at: GraphEditor, name: str, dtype: str) -> list[NodeProto]:
     code, result = FLOAT_CODES[dtype], []
     if name in at.stored:
         narrowed = at.once(name, dtype.encode(), narrow(at.values(name), code), f"_{dtype}")
     else:
-        narrowed = unique(f"{name}/{dtype}", at.taken)
+        narrowed = at.fresh(f"{name}/{dtype}")
         result.append(helper.make_node("Cast", [name], [narrowed], f"{name}/enter", to=code))
-    wide = unique(f"{narrowed}/wide", at.taken)
+    wide = at.fresh(f"{narrowed}/wide")
     result.append(helper.make_node("Cast", [narrowed], [wide], f"{narrowed}/enter_back", to=FLOAT_CODES[FLOAT32]))
     for cast in result:
         set_metadata(cast, **{ENTRY_KEY.removeprefix("qsdk."): dtype})
@@ -307,9 +302,7 @@ def _move_to_end(model: ModelProto, names: Iterable[str]) -> None:
 def _replace(model: ModelProto, nodes: list[NodeProto], changed: set[str]) -> None:
     replace_nodes(model.graph, nodes)
     drop_unused_initializers(model.graph)
-    declared = [value for value in model.graph.value_info if value.name not in changed]
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(declared)
+    retain(model.graph.value_info, lambda value: value.name not in changed)
 
 
 def as_simulated(model: ModelProto) -> ModelProto:
@@ -321,8 +314,7 @@ def as_simulated(model: ModelProto) -> ModelProto:
     model = with_quantized_inputs(with_pairs(model))
     if all(_sites_of(node) is None for node in model.graph.node):
         return model
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     _Widening(result).run()
     return result
 
@@ -375,10 +367,7 @@ class _Widening:
                 if (name, site) not in self.wide:
                     self._cast_back(name, dtype, site, kind)
                 node.input[at] = self.wide[name, site]
-        kept = [(entry.key, entry.value) for entry in node.metadata_props if entry.key != f"qsdk.{_SITES}"]
-        del node.metadata_props[:]
-        for key, value in kept:
-            node.metadata_props.add(key=key, value=value)
+        retain(node.metadata_props, lambda entry: entry.key != f"qsdk.{_SITES}")
         self.nodes.append(node)
         ends = {int(at): node.output[int(at)] for at in sites["outputs"]}
         for at, name in ends.items():

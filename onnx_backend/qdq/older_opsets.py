@@ -12,7 +12,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, defs, helper, shape_inference
 
 from onnx_backend.proto.graph_queries import initializers, names_in, producers, says_zero, unique
-from onnx_backend.proto.nodes import attributes, node_label, replace_nodes
+from onnx_backend.proto.nodes import attributes, copied, node_label, replace_nodes
 from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of
 from onnx_backend.proto.weightless import checkable, inferred_skeleton, known_types, refill, skeleton
 from onnx_backend.readers import words
@@ -94,8 +94,7 @@ def _converted(model: ModelProto, opset: int) -> ModelProto:
     converted.opset_import.append(helper.make_opsetid("", opset))
     converted.ir_version = _IR[opset]
     onnx.checker.check_model(checkable(converted), full_check=True)
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     refill(converted, result)
     result.ir_version = converted.ir_version
     return result

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto
 
-from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantize_tensor
-from onnx_backend.proto.nodes import attributes, metadata, set_metadata
+from onnx_backend.proto.nodes import attributes, metadata, retain, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.graph_editor import GraphEditor, dequantize_to, pair_type, scales_as, write_site
 from onnx_backend.qdq.read import FLOAT32
@@ -125,9 +124,7 @@ def _fold(at: GraphEditor, output: str) -> str:
     """Remove the permutation from every reader of `output`; return the tensor that they read from now on."""
     transposes = [str(node.output[0]) for node in at.readers[output] if node.op_type == "Transpose"]
     for node in filter(_transposes, at.readers[output]):
-        kept = [attribute for attribute in node.attribute if attribute.name != "transB"]
-        del node.attribute[:]
-        node.attribute.extend(kept)
+        retain(node.attribute, lambda attribute: attribute.name != "transB")
     at.folded.update(transposes)
     if not transposes:
         return output
@@ -159,8 +156,8 @@ def _parameters(
         at.initializer(exact, f"{site}/scale_codes"),
         at.initializer(np.array(factors.tensor_scale), f"{site}/scale_scale"),
     ]
-    scales = unique(f"{site}/scale", at.taken)
-    inner = at.add("DequantizeLinear", inputs, scales, unique(f"{site}/scale_dequantize", at.taken))
+    scales = at.fresh(f"{site}/scale")
+    inner = at.add("DequantizeLinear", inputs, scales, at.fresh(f"{site}/scale_dequantize"))
     set_metadata(inner, scales_of=site)
     return [scales], {}
 

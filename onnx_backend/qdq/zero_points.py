@@ -11,9 +11,8 @@ time, and floats between two pairs without. Measured on onnxruntime 1.32; which 
 from collections.abc import Iterator
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.readers import Readers, quantizers
 from qsdk.core.graph.op_facts import MOVEMENTS
@@ -34,11 +33,11 @@ def write_zero_points(model: ModelProto) -> list[NodeProto]:
     return writer.written
 
 
-class _Writer:
+class _Writer(Readers):
     """A graph whose pairs get zero points; `written` are the DequantizeLinear nodes that got one."""
 
     def __init__(self, graph: GraphProto) -> None:
-        self.graph, self.known, self.taken = graph, Readers(graph), names_in(graph)
+        super().__init__(graph)
         self.written: list[NodeProto] = []
 
     def operands(self, layer: NodeProto) -> Iterator[NodeProto]:
@@ -48,13 +47,13 @@ class _Writer:
         as soon as both have zero points.
         """
         if layer.op_type in _MOVING and (before := self._moved(layer)) is not None:
-            behind = [q for q in quantizers(layer, self.known) if self.known.dtype(q) == "uint8"]
+            behind = [q for q in quantizers(layer, self) if self.dtype(q) == "uint8"]
             if len(behind) == 1 or f"{layer.op_type}>" in _TO_FLOAT:
                 yield from (before, *behind[:1])
             return
-        if layer.op_type not in ("Gemm", "MatMul") or self.known.weight(layer.input[1]) not in _EIGHT_BITS:
+        if layer.op_type not in ("Gemm", "MatMul") or self.weight(layer.input[1]) not in _EIGHT_BITS:
             return
-        source, weight = (self.known.makers.get(name) for name in layer.input[:2])
+        source, weight = (self.makers.get(name) for name in layer.input[:2])
         given = self._quantizer(source)
         if given is None or weight is None or not self._in_float32(weight):
             return
@@ -64,9 +63,9 @@ class _Writer:
 
     def _moved(self, layer: NodeProto) -> NodeProto | None:
         """Return the QuantizeLinear of what a node moves, through the moves in front of it, else None."""
-        source = self.known.makers.get(layer.input[0])
+        source = self.makers.get(layer.input[0])
         while source is not None and source.op_type in MOVEMENTS:
-            source = self.known.makers.get(source.input[0])
+            source = self.makers.get(source.input[0])
         return self._quantizer(source)
 
     def write(self, node: NodeProto) -> None:
@@ -74,19 +73,19 @@ class _Writer:
         if len(node.input) > 2:
             return
         if node.op_type == "QuantizeLinear":
-            code = int(helper.np_dtype_to_tensor_dtype(np.dtype(self.known.dtype(node))))
-            readers = [r for r in self.known.readers.get(node.output[0], []) if r.op_type == "DequantizeLinear"]
+            code = int(helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype(node))))
+            readers = [r for r in self.readers.get(node.output[0], []) if r.op_type == "DequantizeLinear"]
         else:
-            code, readers = self.known.stored[node.input[0]].data_type, [node]
-        zero = self._zero(code, self.known.stored[node.input[1]])
+            code, readers = self.stored[node.input[0]].data_type, [node]
+        zero = self._zero(code, self.stored[node.input[1]])
         for item in readers if node in readers else [node, *readers]:
             item.input.append(zero)
         self.written += readers
 
     def _bias_behind(self, layer: NodeProto) -> NodeProto | None:
         """Return the Add that makes a Gemm of a MatMul, else None."""
-        following = self.known.readers.get(layer.output[0], [])
-        if len(following) != 1 or following[0].op_type != "Add" or layer.output[0] in self.known.outputs:
+        following = self.readers.get(layer.output[0], [])
+        if len(following) != 1 or following[0].op_type != "Add" or layer.output[0] in self.outputs:
             return None
         return following[0]
 
@@ -94,22 +93,22 @@ class _Writer:
         """Return the QuantizeLinear, to 8 bits, whose codes a DequantizeLinear reads, else None."""
         if source is None or source.op_type != "DequantizeLinear":
             return None
-        found = self.known.makers.get(source.input[0])
+        found = self.makers.get(source.input[0])
         if found is None or found.op_type != "QuantizeLinear" or not self._in_float32(found):
             return None
-        return found if self.known.dtype(found) in _EIGHT_BITS else None
+        return found if self.dtype(found) in _EIGHT_BITS else None
 
     def _has_kernel(self, last: NodeProto) -> bool:
         """Return True unless the result of a layer is quantized to more or fewer than 8 bits."""
-        following = self.known.readers.get(last.output[0], [])
+        following = self.readers.get(last.output[0], [])
         while len(following) == 1 and following[0].op_type in _BOUNDED:
-            following = self.known.readers.get(following[0].output[0], [])
+            following = self.readers.get(following[0].output[0], [])
         quantizers = [node for node in following if node.op_type == "QuantizeLinear"]
-        return len(following) != 1 or all(self.known.dtype(node) in _EIGHT_BITS for node in quantizers)
+        return len(following) != 1 or all(self.dtype(node) in _EIGHT_BITS for node in quantizers)
 
     def _in_float32(self, node: NodeProto) -> bool:
         """Return True if a node of a pair has stored float32 scales, not in blocks."""
-        scale = self.known.stored.get(node.input[1])
+        scale = self.stored.get(node.input[1])
         return scale is not None and scale.data_type == TensorProto.FLOAT and not attributes(node).get("block_size")
 
     def _zero(self, code: int, scale: TensorProto) -> str:
@@ -119,6 +118,4 @@ class _Writer:
         second layer with the same ones.
         """
         zeros = np.zeros(tuple(scale.dims), helper.tensor_dtype_to_np_dtype(code))
-        name = unique(f"{scale.name.removesuffix('/scale')}/zero_point", self.taken)
-        self.graph.initializer.append(numpy_helper.from_array(zeros, name))
-        return name
+        return self.store(f"{scale.name.removesuffix('/scale')}/zero_point", zeros)

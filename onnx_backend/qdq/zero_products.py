@@ -1,13 +1,11 @@
 """Products of zeros with quantized weights, such as a recurrent cell makes of its first state."""
 
-from collections.abc import Mapping
-
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.nodes import attributes, replace_nodes
+from onnx_backend.readers import Readers
 from qsdk.core.graph.op_facts import RESHAPES
 
 _KEEPS_ZEROS = RESHAPES | {"Cast", "Expand", "Identity", "Slice", "Transpose"}
@@ -21,58 +19,51 @@ def drop_zero_products(model: ModelProto) -> None:
     values are the same: a dequantized weight is finite. A weight that nothing else reads keeps its layer, and the file
     the weight's site.
     """
-    graph = model.graph
-    stored, makers, readers = initializers(graph), producers(graph.node), consumers(graph.node)
-    taken, nodes = names_in(graph), list[NodeProto]()
-    for node in graph.node:
-        outputs = _outputs(node, stored, makers)
-        if outputs and len(readers[node.input[1]]) > 1 and _is_zero(node.input[0], stored, makers):
-            nodes += _without_product(model, node, outputs, taken)
+    known, nodes = Readers(model.graph), list[NodeProto]()
+    for node in model.graph.node:
+        outputs = _outputs(node, known)
+        if outputs and len(known.readers[node.input[1]]) > 1 and _is_zero(node.input[0], known):
+            nodes += _without_product(known, node, outputs)
         else:
             nodes.append(node)
-    replace_nodes(graph, nodes)
+    replace_nodes(model.graph, nodes)
 
 
-def _outputs(node: NodeProto, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> int:
+def _outputs(node: NodeProto, known: Readers) -> int:
     """Return the number of output channels of a layer with a quantized matrix for a weight, else 0."""
     if node.op_type not in ("Gemm", "MatMul") or node.domain not in ("", "ai.onnx"):
         return 0
     facts = attributes(node)
     plain = not facts.get("transA", 0) and facts.get("beta", 1.0) == 1
-    weight = makers.get(node.input[1])
-    codes = stored.get(weight.input[0]) if weight is not None and weight.op_type == "DequantizeLinear" else None
+    weight = known.makers.get(node.input[1])
+    codes = known.stored.get(weight.input[0]) if weight is not None and weight.op_type == "DequantizeLinear" else None
     if codes is None or len(codes.dims) != 2 or not plain:
         return 0
     found = codes.dims[0 if facts.get("transB", 0) else 1]
     bias = node.input[2] if len(node.input) == 3 else ""
-    source = makers.get(bias)
-    given = stored.get(source.input[0] if source is not None and source.op_type == "DequantizeLinear" else bias)
+    source = known.makers.get(bias)
+    given = known.stored.get(source.input[0] if source is not None and source.op_type == "DequantizeLinear" else bias)
     return found if not bias or (given is not None and list(given.dims) == [found]) else 0
 
 
-def _is_zero(tensor: str, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> bool:
+def _is_zero(tensor: str, known: Readers) -> bool:
     """Return True for a tensor that is filled with zeros."""
-    node = makers.get(tensor)
+    node = known.makers.get(tensor)
     if node is None:
-        return tensor in stored and not stored[tensor].dims and not array(stored[tensor]).any()
+        stored = known.stored.get(tensor)
+        return stored is not None and not stored.dims and not array(stored).any()
     if node.op_type == "ConstantOfShape":
         return not np.any(attributes(node).get("value", 0))
-    return node.op_type in _KEEPS_ZEROS and _is_zero(node.input[0], stored, makers)
+    return node.op_type in _KEEPS_ZEROS and _is_zero(node.input[0], known)
 
 
-def _without_product(model: ModelProto, node: NodeProto, outputs: int, taken: set[str]) -> list[NodeProto]:
+def _without_product(known: Readers, node: NodeProto, outputs: int) -> list[NodeProto]:
     """Return the nodes that widen one column of the zeros to all outputs of a layer and add its bias."""
     result, bias = node.output[0], node.input[2] if len(node.input) == 3 else ""
-
-    def constant(name: str, value: list[int]) -> str:
-        name = unique(f"{result}/{name}", taken)
-        model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), name))
-        return name
-
-    column = unique(f"{result}/column", taken)
-    where = [constant(name, value) for name, value in _LAST_COLUMN.items()]
+    column = known.fresh(f"{result}/column")
+    where = [known.store(f"{result}/{name}", np.array(value, np.int64)) for name, value in _LAST_COLUMN.items()]
     nodes = [helper.make_node("Slice", [node.input[0], *where], [column], column)]
-    wide = [column, bias] if bias else [column, constant("shape", [outputs])]
-    last = helper.make_node("Add" if bias else "Expand", wide, [result], node.name)
+    other = bias or known.store(f"{result}/shape", np.array([outputs], np.int64))
+    last = helper.make_node("Add" if bias else "Expand", [column, other], [result], node.name)
     last.metadata_props.extend(node.metadata_props)
     return [*nodes, last]

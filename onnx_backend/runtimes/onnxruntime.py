@@ -15,7 +15,7 @@ from onnx import ModelProto, NodeProto
 
 from onnx_backend.profiling.kernels import Kernel, Profile, number_in, precision_of
 from onnx_backend.profiling.speed import is_own, open_watched
-from onnx_backend.proto.graph_queries import consumers, initializers, producers
+from onnx_backend.proto.graph_queries import GraphIndex, initializers, producers
 from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.lazy_tensors import LargeTensor
 from onnx_backend.proto.nodes import attributes, metadata
@@ -60,7 +60,7 @@ def _require_kernels(encodings: Mapping[str, Encoding]) -> None:
         )
 
 
-def _adapt(model: ModelProto, large: Mapping[str, LargeTensor], *, only_weights: bool) -> Sequence[NodeProto]:
+def _adapt(model: ModelProto, large: Mapping[str, LargeTensor], only_weights: bool) -> Sequence[NodeProto]:
     insert_barriers(model, large, only_weights=only_weights)
     keep_sums_apart(model)
     keep_functions_whole(model)
@@ -89,14 +89,14 @@ def default_session(model: ModelProto) -> Iterator[Finding]:
     light = _headers(model)
     before = {name for node in light.graph.node for name in node.output}
     insert_barriers(light)
-    readers, makers = consumers(light.graph.node), producers(light.graph.node)
+    known = GraphIndex(light.graph)
     for node in light.graph.node:
         if COPY_KEY not in metadata(node) or node.output[0] in before:
             continue
-        for reader in readers.get(node.output[0], []):
+        for reader in known.readers.get(node.output[0], []):
             if COPY_KEY in metadata(reader):
                 continue  # it has a barrier already
-            if reads_moved_batch(reader, metadata(node)[COPY_KEY], makers):
+            if reads_moved_batch(reader, metadata(node)[COPY_KEY], known.makers):
                 continue  # that was said
             name = reader.name or reader.output[0]
             problem = (
@@ -161,7 +161,7 @@ class OnnxRuntimeRunner:
             raise ModelError(f"{self.title} cannot run the model: {error}") from error
 
 
-def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], *, threads: int | None, repeats: int) -> Profile:
+def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], threads: int | None, repeats: int) -> Profile:
     """Return the kernels of a model with numbered nodes, each with the median of its times."""
     title = f"ONNX Runtime {ort.__version__}"
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:

@@ -120,7 +120,7 @@ def _in_short(error: Exception) -> str:
     return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))[:600]
 
 
-def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], *, threads: int | None, repeats: int) -> Profile:
+def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], threads: int | None, repeats: int) -> Profile:
     """Return the layers that the plug-in runs, after its fusions.
 
     Its counters are averages over all runs, so the time of a layer is the mean of the repeats.

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, node_label, replace_nodes
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.qdq.read import LITERAL_KEY
@@ -166,25 +165,23 @@ def quantize_scalars(model: ModelProto) -> None:
     The processor takes an op for a quantized one only if all of its operands have a pair; a Div by 2.0 in a network of
     pairs can keep it from being compiled (the decoding of boxes in YOLOv8: QNN_COMMON_ERROR_MEM_ALLOC, 1002).
     """
-    graph = model.graph
-    stored, makers, readers = initializers(graph), producers(graph.node), consumers(graph.node)
-    taken, nodes = names_in(graph), list[NodeProto]()
-    for node in graph.node:
-        at = _scalar_operand(node, stored, makers)
-        if at is not None and all(reader.op_type == "QuantizeLinear" for reader in readers.get(node.output[0], [])):
-            nodes.append(_dequantized(graph, stored[node.input[at]], taken))
+    known, nodes = Readers(model.graph), list[NodeProto]()
+    for node in model.graph.node:
+        at, readers = _scalar_operand(node, known), known.readers.get(node.output[0], [])
+        if at is not None and all(reader.op_type == "QuantizeLinear" for reader in readers):
+            nodes.append(_dequantized(known, known.stored[node.input[at]]))
             node.input[at] = nodes[-1].output[0]
         nodes.append(node)
-    replace_nodes(graph, nodes)
-    drop_unused_initializers(graph)
+    replace_nodes(model.graph, nodes)
+    drop_unused_initializers(model.graph)
 
 
-def _scalar_operand(node: NodeProto, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> int | None:
+def _scalar_operand(node: NodeProto, known: Readers) -> int | None:
     """Return which operand of an op is one stored float32 number beside a quantized activation."""
     if node.op_type not in _BINARY or node.domain not in ("", "ai.onnx"):
         return None
     for at, other in ((0, 1), (1, 0)):
-        tensor, maker = stored.get(node.input[at]), makers.get(node.input[other])
+        tensor, maker = known.stored.get(node.input[at]), known.makers.get(node.input[other])
         if tensor is None or tensor.data_type != TensorProto.FLOAT or int(np.prod(tensor.dims)) != 1:
             continue
         if maker is not None and maker.op_type == "DequantizeLinear" and np.isfinite(array(tensor)).all():
@@ -192,16 +189,15 @@ def _scalar_operand(node: NodeProto, stored: Mapping[str, TensorProto], makers: 
     return None
 
 
-def _dequantized(graph: GraphProto, tensor: TensorProto, taken: set[str]) -> NodeProto:
+def _dequantized(known: Readers, tensor: TensorProto) -> NodeProto:
     """Return a DequantizeLinear of one code that gives a stored number; store its operands."""
     value = array(tensor)
     zero_point = np.uint8(1 if value.item() < 0 else 0)
     code = np.full(value.shape, 0 if value.item() <= 0 else 1, np.uint8)
     scale = np.float32(abs(value.item()) or 1)  # 1 * scale, or (0 - 1) * scale: no rounding
-    names = [unique(f"{tensor.name}/{part}", taken) for part in ("code", "scale", "zero_point")]
-    for name, part in zip(names, (code, scale, zero_point), strict=True):
-        graph.initializer.append(numpy_helper.from_array(np.asarray(part), name))
-    result = unique(f"{tensor.name}/number", taken)
+    parts = {"code": code, "scale": scale, "zero_point": zero_point}
+    names = [known.store(f"{tensor.name}/{name}", np.asarray(part)) for name, part in parts.items()]
+    result = known.fresh(f"{tensor.name}/number")
     node = helper.make_node("DequantizeLinear", names, [result], result)
     node.metadata_props.add(key=LITERAL_KEY, value="number")
     return node

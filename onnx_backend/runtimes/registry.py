@@ -96,6 +96,6 @@ def profile(
     if repeats < 1 or (threads is not None and threads < 1):
         raise ConfigError(f"threads={threads} and repeats={repeats} must be 1 or more")
     try:
-        return time(numbered(model), feeds, threads=threads, repeats=repeats)
+        return time(numbered(model), feeds, threads, repeats)
     except (ModelError, DataError) as error:
         raise type(error)(with_labels(str(error), model)) from error

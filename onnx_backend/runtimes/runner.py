@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto
 from onnx_backend.passes.static_sizes import propagate_static_sizes
 from onnx_backend.proto.graph_queries import declared_sizes, input_names, nodes_reaching
 from onnx_backend.proto.inputs import with_sizes_of
-from onnx_backend.proto.nodes import replace_nodes
+from onnx_backend.proto.nodes import copied, replace_nodes
 from onnx_backend.runtime.session_input import cast_bfloat16_edges
 from qsdk.core.errors import ConfigError, DataError
 
@@ -74,8 +74,7 @@ def _with_float32_edges(model: ModelProto) -> ModelProto:
     edges = (*model.graph.input, *model.graph.output)
     if all(value.type.tensor_type.elem_type != TensorProto.BFLOAT16 for value in edges):
         return model
-    found = ModelProto()
-    found.CopyFrom(model)
+    found = copied(model)
     cast_bfloat16_edges(found)
     return found
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto
@@ -19,26 +19,11 @@ from qsdk.core.numerics.encoding import Encoding
 
 Prefer = Literal["speed", "size"]
 Array = npt.NDArray[Any]
-
-
-class Adapt(Protocol):
-    """Adds to a lowered model, in place, what a runtime needs to compute it right; returns pairs with new zero points.
-
-    `large` has the stored tensors that the model has only stubs of; `only_weights` is true if nothing else is
-    quantized.
-    """
-
-    def __call__(  # noqa: D102
-        self, model: ModelProto, large: Mapping[str, LargeTensor], *, only_weights: bool
-    ) -> Sequence[NodeProto]: ...
-
-
-class TimeKernels(Protocol):
-    """Times a model with numbered nodes; None threads are the runtime's own choice."""
-
-    def __call__(  # noqa: D102
-        self, model: ModelProto, feeds: Mapping[str, Array], *, threads: int | None, repeats: int
-    ) -> Profile: ...
+#: adds to a lowered model, in place, what a runtime needs to compute it right (with the stored tensors that it has only
+#: stubs of, and whether nothing but weights is quantized); returns the pairs that got zero points
+Adapt = Callable[[ModelProto, Mapping[str, LargeTensor], bool], Sequence[NodeProto]]
+#: times a model with numbered nodes (its inputs, threads or None for the runtime's own choice, repeats)
+TimeKernels = Callable[[ModelProto, Mapping[str, Array], int | None, int], Profile]
 
 
 def _as_it_is(model: ModelProto) -> None:

@@ -13,7 +13,7 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.graph_queries import consumers, names_in, producers, unique
-from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_inputs, replace_nodes, set_metadata
+from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_inputs, replace_nodes, retain, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import all_nodes, bodies
 from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
@@ -165,9 +165,7 @@ class _Inserter:
                 self._surround(node, scope)
         replace_nodes(graph, scope.nodes)
         if outer is None and self._widened:
-            declared = [value for value in graph.value_info if value.name not in self._widened]
-            del graph.value_info[:]
-            graph.value_info.extend(declared)
+            retain(graph.value_info, lambda value: value.name not in self._widened)
 
     def _runs(self, node: NodeProto, scope: _Scope) -> bool:
         if node.domain not in _STANDARD or node.op_type in _ANY_DTYPE:

@@ -28,12 +28,11 @@ import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import names_in, producers
 from onnx_backend.proto.lazy_tensors import LargeTensor
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers, copy_node
+from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers
 from onnx_backend.workarounds.kernel_casts import ONE_ROUNDING, has_other_floats
 from onnx_backend.workarounds.onnxruntime_table import (
     NARROW,
@@ -114,11 +113,11 @@ def keep_sums_apart(model: ModelProto) -> None:
     The runtime would make a SkipLayerNormalization of the two, whose kernel takes several times as long (onnxruntime
     1.32: 105 us for 64 rows of 384, where Add, Sum and LayerNormalization take 22).
     """
-    makers, taken, nodes = producers(model.graph.node), names_in(model.graph), list[NodeProto]()
+    known, nodes = Readers(model.graph), list[NodeProto]()
     for node in model.graph.node:
-        total = makers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
+        total = known.makers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
         if total is not None and total.op_type == "Add":
-            nodes.append(copy_node(node.input[0], taken))
+            nodes.append(known.copy(node.input[0]))
             node.input[0] = nodes[-1].output[0]
         nodes.append(node)
     replace_nodes(model.graph, nodes)
@@ -131,7 +130,7 @@ def keep_functions_whole(model: ModelProto) -> None:
     a DequantizeLinear of its own and then finds none of them (onnxruntime 1.32: 0.67 of the time for a SiLU with its
     pairs, 0.70 and 0.54 for GELUs, 0.59 for an RMSNorm). A function is ops in floats between one pair and constants.
     """
-    known, taken, nodes = Readers(model.graph), names_in(model.graph), [*model.graph.node]
+    known, nodes = Readers(model.graph), [*model.graph.node]
     found: dict[str, tuple[str, frozenset[int]]] = {}  # tensor -> the pair's tensor that it is a function of, its nodes
     shared: dict[str, set[int]] = {}
     for at, node in enumerate(nodes):
@@ -154,7 +153,7 @@ def keep_functions_whole(model: ModelProto) -> None:
     for node in nodes:
         kept.append(node)
         for tensor in (name for name in node.output if name in shared):
-            kept.append(copy_node(tensor, taken, end="whole"))
+            kept.append(known.copy(tensor, end="whole"))
             rename_inputs([nodes[place] for place in shared[tensor]], {tensor: kept[-1].output[0]})
     replace_nodes(model.graph, kept)
 
@@ -164,15 +163,13 @@ def _is_float32_pair(dequantize: NodeProto, known: Readers) -> bool:
     return maker is not None and maker.op_type == "QuantizeLinear" and scale is not None and scale.data_type == 1
 
 
-class _BarrierInserter:
+class _BarrierInserter(Readers):
     """A model while barriers are put into it."""
 
     def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor], *, only_weights: bool) -> None:
-        self.model, self.graph, self.large, self.only_weights = model, model.graph, large, only_weights
+        super().__init__(model.graph)
+        self.model, self.large, self.only_weights = model, large, only_weights
         self.in_half = has_other_floats(model, HALVES)
-        self.known, self.taken = Readers(model.graph), names_in(model.graph)
-        self.stored, self.makers = self.known.stored, self.known.makers
-        self.readers, self.outputs = self.known.readers, self.known.outputs
         self.unsized = of_data_dependent_size(model.graph)
 
     def insert(self) -> None:
@@ -182,7 +179,7 @@ class _BarrierInserter:
             drops = node.op_type == "QuantizeLinear" and self._drops_op_before(node)
             if drops or (node.op_type == "Relu" and self._would_join_gemm(node)):
                 nodes += self._barrier(node.input[0], [node])
-            if self.known.becomes_nbits(node) and not self._rounds_input(node) and not self._stays_packed():
+            if self.becomes_nbits(node) and not self._rounds_input(node) and not self._stays_packed():
                 nodes += self._barrier(node.input[1], [node])
             for tensor in dict.fromkeys(node.input) if self.in_half else ():
                 ends = reads_moved_batch(node, tensor, self.makers)
@@ -199,9 +196,9 @@ class _BarrierInserter:
 
     def _drops_op_before(self, quantize: NodeProto) -> bool:
         before = self.makers.get(quantize.input[0])
-        if self.known.form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
+        if self.form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
             return False
-        return self.known.dtype(quantize) in NARROW
+        return self.dtype(quantize) in NARROW
 
     def _would_join_gemm(self, relu: NodeProto) -> bool:
         """Return True if a Relu would join the Gemm before it, whose stored weight MatMulNBits should read."""
@@ -209,7 +206,7 @@ class _BarrierInserter:
         if layer is not None and layer.op_type == "Add":
             makers = (self.makers.get(name) for name in layer.input)
             layer = next((node for node in makers if node is not None and node.op_type == "MatMul"), None)
-        return layer is not None and self.known.becomes_nbits(layer)
+        return layer is not None and self.becomes_nbits(layer)
 
     def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         """Return the layers that would read a stored weight of 2 bits wrong: the runtime needs whole bytes per row."""
@@ -254,13 +251,13 @@ class _BarrierInserter:
         quantize = self.makers.get(dequantize.input[0])
         if quantize is None or quantize.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
             return []
-        dtype, form = self.known.dtype(quantize), self.known.form(quantize)
+        dtype, form = self.dtype(quantize), self.form(quantize)
         tensor, scale = dequantize.output[0], self.stored.get(dequantize.input[1])
         float16 = scale is not None and scale.data_type == TensorProto.FLOAT16
         return [
             node
             for node in self.readers.get(tensor, [])
-            if is_wrong(self.known.label(node, tensor), dtype, form, float16=float16)
+            if is_wrong(self.label(node, tensor), dtype, form, float16=float16)
             or self._is_stack(node)
             or self._scales_inputs(node)
             or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
@@ -282,7 +279,7 @@ class _BarrierInserter:
         quantize, scale = self.makers.get(dequantize.input[0]), self.stored.get(dequantize.input[1])
         if quantize is None or quantize.op_type != "QuantizeLinear" or scale is None:
             return False
-        known = self.known.dtype(quantize), self.known.form(quantize)
+        known = self.dtype(quantize), self.form(quantize)
         return scale.data_type == TensorProto.FLOAT16 and reader.op_type in WRONG_FLOAT16.get(known, frozenset())
 
     def _is_stack(self, layer: NodeProto) -> bool:
@@ -332,7 +329,7 @@ class _BarrierInserter:
             if reader.op_type in VIEWS:  # the runtime moves the pair in front of it
                 readers += self.readers.get(reader.output[0], [])
         quantizers = [reader for reader in readers if reader.op_type == "QuantizeLinear"]
-        pairs = [node for node in quantizers if self.known.dtype(node) in _EIGHT_BITS and node.input[1] in self.stored]
+        pairs = [node for node in quantizers if self.dtype(node) in _EIGHT_BITS and node.input[1] in self.stored]
         scales = [float(scale) for node in pairs for scale in self._value(node.input[1]).reshape(-1)]
         return any(softmax_error(softmax_steps(scale), scale, _LARGEST_CODE) > SOFTMAX_CLOSE for scale in scales)
 
@@ -347,7 +344,7 @@ class _BarrierInserter:
         """Return a Sum that these nodes read in place of a tensor; nothing for no nodes."""
         if not read_by:
             return []
-        barrier = copy_node(tensor, self.taken)
+        barrier = self.copy(tensor)
         if self.in_half:  # a copy in float32 is that of the narrow values
             set_metadata(barrier, **{ONE_ROUNDING: "1"})
         rename_inputs(read_by, {tensor: barrier.output[0]})

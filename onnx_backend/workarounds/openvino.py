@@ -22,12 +22,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import attributes, replace_nodes
-from onnx_backend.readers import Readers, copy_node, is_shifted, pair_before
+from onnx_backend.readers import Readers, is_shifted, pair_before
 from qsdk.core.graph.op_facts import LINEAR, MOVEMENTS
 
 #: ops that are right behind 16 bits alone
@@ -117,16 +116,14 @@ def keep_off_codes(model: ModelProto) -> None:
 
     It changes no value, and the runtime neither removes it nor computes it on codes.
     """
-    known, taken, nodes = Readers(model.graph), names_in(model.graph), []
+    known, nodes = Readers(model.graph), list[NodeProto]()
     for node in model.graph.node:
         pair = pair_before(node, known) if is_wrong_on_codes(node, known) else None
         if pair is not None:
             scale, tensor = known.stored.get(pair.input[1]), node.input[0]
             code = TensorProto.FLOAT if scale is None else scale.data_type
-            lowest = unique(f"{tensor}/lowest", taken)
             smallest = np.asarray(-np.inf).astype(helper.tensor_dtype_to_np_dtype(code))
-            model.graph.initializer.append(numpy_helper.from_array(smallest, lowest))
-            nodes.append(copy_node(tensor, taken, "Max", lowest))
+            nodes.append(known.copy(tensor, "Max", known.store(f"{tensor}/lowest", smallest)))
             node.input[0] = nodes[-1].output[0]
         nodes.append(node)
     replace_nodes(model.graph, nodes)
@@ -134,10 +131,10 @@ def keep_off_codes(model: ModelProto) -> None:
 
 def keep_constants_apart(model: ModelProto) -> None:
     """Insert a LeakyRelu of slope 1 where OpenVINO would take the first of several constants for all, in place."""
-    known, taken, nodes = Readers(model.graph), names_in(model.graph), []
+    known, nodes = Readers(model.graph), list[NodeProto]()
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear" and is_behind_constants(node, known):
-            nodes.append(copy_node(node.input[0], taken, "LeakyRelu", alpha=1.0))
+            nodes.append(known.copy(node.input[0], "LeakyRelu", alpha=1.0))
             node.input[0] = nodes[-1].output[0]
         nodes.append(node)
     replace_nodes(model.graph, nodes)

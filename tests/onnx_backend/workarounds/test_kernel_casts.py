@@ -187,6 +187,31 @@ def test_a_result_whose_type_inference_leaves_open_is_cast_back_too(dtype: str):
     assert (back.op_type, back.attribute[0].i) == ("Cast", CODES[dtype])
 
 
+def test_a_second_result_of_another_type_has_no_cast():
+    """Nothing is known of the types behind GroupNormalization; by its schema, indices are no bfloat16."""
+    nodes = [
+        node("GroupNormalization", ["x", "g", "g"], ["n"], num_groups=2),
+        node("TopK", ["n", "k"], ["y", "i"]),
+        node("Gather", ["g", "i"], ["z"]),
+    ]
+    stored = {**stored_for("bfloat16"), "k": np.array([2])}
+    model = model_of(nodes, "bfloat16", {"y": [2, 4, 4, 2], "z": [2, 4, 4, 2]}, stored)
+    insert_kernel_casts(model)
+    assert not [item for item in model.graph.node if "qsdk.kernel_cast" in metadata(item) and "i" in item.output[0]]
+    values, picked = run(model, "bfloat16", ort.GraphOptimizationLevel.ORT_ENABLE_ALL, True)
+    assert values.shape == picked.shape == (2, 4, 4, 2)
+
+
+def test_the_float32_copy_of_a_tensor_that_leaves_the_model_stays():
+    """Taken out, the Cast of an output would leave the model without it."""
+    model = chain("bfloat16")
+    insert_kernel_casts(model)
+    (copy,) = (item for item in model.graph.node if item.op_type == "Cast" and item.input[0] == "y")
+    model.graph.output.append(value(copy.output[0], TensorProto.FLOAT, [2, 4, 4, 4]))
+    remove_kernel_casts(model)
+    assert [item.op_type for item in model.graph.node if copy.output[0] in item.output] == ["Cast"]
+
+
 def test_readers_share_one_cast_which_stands_just_before_the_first():
     model = branches("bfloat16")
     insert_kernel_casts(model)

@@ -354,3 +354,12 @@ def test_a_detector_is_compiled_with_the_axes_that_its_file_has_and_right(tmp_pa
     report = qsdk.check_parity(sim, path, [x], runtime="openvino", progress=False)
     assert report.summary["passed"] is not is_open
     assert any("further off than that explains" in row.get("note", "") for row in report.rows) is is_open
+
+
+@pytest.mark.parametrize(
+    ("axes", "is_wrong"), [([1], True), ([2], True), ([1, 2], True), ([3], False), ([2, 3], False)]
+)
+def test_means_over_the_first_three_axes_are_kept_off_codes(axes, is_wrong):
+    mean = helper.make_node("ReduceMean", ["d", "axes"], ["y"])
+    graph = helper.make_graph([mean], "mean", [], [], [numpy_helper.from_array(np.array(axes), "axes")])
+    assert is_wrong_on_codes(mean, Readers(graph)) == is_wrong
