@@ -28,7 +28,7 @@ from qsdk.core.numerics.dtypes import int8
 from qsdk.core.numerics.spec import PerChannel, Spec
 from qsdk.demo.data import load as load_images
 from qsdk.demo.model import load_pretrained
-from qsdk.verbs.held_back import HeldBack
+from qsdk.verbs.bias import HeldBack
 from torch_bridge.walk import layer_walk as torch_walk
 
 both = pytest.mark.parametrize("door", DOORS)

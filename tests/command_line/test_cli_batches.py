@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_backend.proto.inputs import ModelInput, inputs_of
+from qsdk import ConfigError, DataError, FileFormatError, ModelError
 from qsdk.commands.batches import from_files, random_batches
-from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 
 FLOAT, LONG = np.dtype(np.float32), np.dtype(np.int64)
 OPEN = ModelInput("x", FLOAT, ("n", 3))

@@ -14,12 +14,12 @@ from qdq_models import classifier, convnet
 
 import qsdk
 from onnx_backend.proto.inputs import ModelInput
+from qsdk import ConfigError, DataError, FileFormatError
 from qsdk.cli import main
 from qsdk.commands import files
 from qsdk.commands.batches import from_files
 from qsdk.commands.data import pictures
 from qsdk.commands.data.pictures import preprocess_of_options
-from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
 CLASSES = 5  # of `classifier`
 FUNCTIONS = """

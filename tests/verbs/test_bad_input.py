@@ -22,9 +22,7 @@ from torch_models import (
 )
 
 import qsdk
-from qsdk import calibrate, check_parity, export, quantize, to_integer
-from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.core.errors import (
+from qsdk import (
     CalibrationError,
     ConfigError,
     DataError,
@@ -32,9 +30,17 @@ from qsdk.core.errors import (
     FileFormatError,
     ModelError,
     QsdkError,
+    QuantConfig,
+    QuantSim,
+    calibrate,
+    check_parity,
+    export,
+    quantize,
+    to_integer,
+    validate,
+    w8a8,
 )
-from qsdk.verbs.qdq_files import inspect, validate
-from torch_bridge.sim import QuantSim
+from qsdk.verbs.qdq_files import inspect
 
 X = seeded(2, 3, 6, 6)
 

@@ -20,7 +20,7 @@ from onnx_backend.data_passes import written_file
 from onnx_backend.runtime.user_session import user_session
 from onnx_backend.runtimes import onnxruntime
 from onnx_backend.workarounds import onnxruntime_barriers
-from qsdk.core.errors import ExportError, ModelError
+from qsdk import ExportError, ModelError
 from qsdk.verbs.doors.onnx_door import OnnxDoor
 
 RNG = np.random.default_rng(0)

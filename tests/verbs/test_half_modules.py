@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch_models import randomized, seeded
 
 import qsdk
-from qsdk import w8a8
+from qsdk import QuantSim, w8a8
 from qsdk.verbs.doors.choose import door_of
 from torch_bridge.calibrate import stored_values
 from torch_bridge.data_passes import captures
-from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import stored_tensor
 from torch_bridge.walk.layer_weights import LayerWeights
 

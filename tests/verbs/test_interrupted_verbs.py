@@ -17,7 +17,7 @@ from every_verb import GRADIENTS, LAYERS, VERBS, everything, zoo_sim
 import onnx_backend
 import qsdk
 import torch_bridge
-from qsdk.core.errors import DataError
+from qsdk import DataError
 from qsdk.verbs.doors.choose import Sim
 
 

@@ -17,10 +17,7 @@ from torch_models import calibrated, seeded
 from zoo_models import distinct
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk import calibrate, check_parity, export, quantize, to_integer
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8
-from qsdk.core.errors import IntegerError
-from qsdk.core.numerics.dtypes import float16
+from qsdk import IntegerError, QuantConfig, calibrate, check_parity, export, float16, quantize, to_integer, w4a8, w8a8
 from qsdk.core.planning.graph_matching import match_graphs
 
 node = helper.make_node

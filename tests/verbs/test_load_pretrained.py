@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qsdk
-from qsdk.core.errors import ConfigError, FileFormatError, ModelError
+from qsdk import ConfigError, FileFormatError, ModelError
 
 SMALL = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODELS: dict[str, Any] = {

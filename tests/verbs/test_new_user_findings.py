@@ -18,12 +18,20 @@ from zoo_models import distinct
 import qsdk
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from qsdk import calibrate, check_parity, export, quantize, to_integer
+from qsdk import (
+    ExportError,
+    IntegerError,
+    QuantConfig,
+    calibrate,
+    check_parity,
+    export,
+    float16,
+    quantize,
+    to_integer,
+    validate,
+    w8a8,
+)
 from qsdk.cli import main
-from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.core.errors import ExportError, IntegerError
-from qsdk.core.numerics.dtypes import float16
-from qsdk.verbs.qdq_files import validate
 
 node = helper.make_node
 

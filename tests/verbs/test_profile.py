@@ -15,11 +15,9 @@ from qdq_models import make_model, weights
 
 import qsdk
 from onnx_backend.runtimes import onnxruntime, openvino
-from onnx_backend.sim import OnnxSim
-from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
+from qsdk import CalibrationError, ConfigError, DataError, FileFormatError, ModelError, OnnxSim, QuantSim
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
-from torch_bridge.sim import QuantSim
 
 FAST: dict[str, Any] = {"threads": 1, "repeats": 3, "progress": False}
 RUNTIMES = ("onnxruntime", "openvino")

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk import progress
-from torch_bridge.sim import QuantSim
+from qsdk import QuantSim, progress
 
 DATA = [torch.randn(8, 6, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 

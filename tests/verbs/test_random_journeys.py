@@ -21,16 +21,27 @@ from torch_models import seeded
 
 from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.runtime.session import simulation_session
-from onnx_backend.sim import OnnxSim
-from qsdk import calibrate, check_parity, export, quantize, to_integer
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.errors import ConfigError, IntegerError
+from qsdk import (
+    ConfigError,
+    IntegerError,
+    OnnxSim,
+    QuantConfig,
+    QuantSim,
+    calibrate,
+    check_parity,
+    export,
+    load,
+    quantize,
+    save,
+    to_integer,
+    w4a8,
+    w8a8,
+    w8a16,
+)
 from qsdk.core.planning.graph_matching import match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim
-from qsdk.verbs.files import load, save
-from torch_bridge.sim import QuantSim
 
 IN_CI, NIGHTLY = range(1), range(1, 64)
 METHODS = ["min_max", "percentile", "mse", "tf_enhanced", "entropy"]

@@ -29,11 +29,8 @@ from torch_models import seeded
 from zoo_models import ZOO
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import ModelError, QsdkError
-from qsdk.core.report import Report
+from qsdk import ModelError, QsdkError, QuantConfig, QuantSim, Report
 from qsdk.verbs.doors.choose import Sim
-from torch_bridge.sim import QuantSim
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from qdq_models import convnet
 from torch import nn
 
 import qsdk
-from qsdk.core.report import Report
+from qsdk import Report
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

@@ -115,7 +115,7 @@ class Rule:
     """
 
     pattern: str
-    choices: Mapping[str, Any]
+    choices: Mapping[str, Any] = field(hash=False)  # equal rules have equal hashes without it
     op_type: tuple[str, ...] | None = None
     shape: Shape | None = None
     tensor_dtype: str | None = None

@@ -12,13 +12,11 @@ from onnx.defs import get_all_schemas_with_history
 from plans import inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
 
-from qsdk.core.aimet_config.load_config import load_config
+from qsdk import ConfigError, QuantConfig, float16, float32, int4, int8, int32, load_config, uint8, w4a8, w8a8, w8a16
 from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import ONNX_OPS
-from qsdk.core.numerics.dtypes import DTYPES, float16, float32, int4, int8, int32, uint8
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
 

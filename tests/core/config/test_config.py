@@ -1,13 +1,30 @@
 """Configs: presets, rules and what they refuse."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk import (
+    ConfigError,
+    QuantConfig,
+    bfloat16,
+    float16,
+    float32,
+    int4,
+    int8,
+    int16,
+    int32,
+    uint8,
+    uint16,
+    w4a8,
+    w4a16,
+    w8a8,
+    w8a16,
+)
 from qsdk.core.config.rules import CHOICES, Place, Rule
-from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, mxfp4, uint8, uint16
+from qsdk.core.numerics.dtypes import DTYPES, mxfp4
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 from qsdk.core.planning.context import Resolver
 
@@ -36,6 +53,10 @@ def test_a_rule_gives_a_new_config():
     ruled = base.override("head", weight="int4")
     assert base.rules == ()
     assert ruled.rules == (Rule("head", {"weight": int4}),)
+    assert hash(ruled) == hash(base.override("head", weight=int4))
+    assert copy.deepcopy(ruled) == pickle.loads(pickle.dumps(ruled)) == ruled
+    with pytest.raises(AttributeError, match="a rule has no wight; its choices are weight, activation"):
+        _ = ruled.rules[0].wight
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
         ruled.weight = int4  # type: ignore[misc]
 

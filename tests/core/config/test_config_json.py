@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from json_schema import fits
 
 import qsdk
-from qsdk.core.aimet_config.load_config import load_config
+from qsdk import ConfigError, ExportError, FileFormatError, QuantConfig, float16, load_config, w4a8, w8a8
 from qsdk.core.config import json_form
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8
 from qsdk.core.config.json_form import config_schema
 from qsdk.core.config.rules import CHOICES, CONDITIONS, TENSOR_DTYPES, Rule, make_rule
-from qsdk.core.errors import ConfigError, ExportError, FileFormatError
-from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, float16
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES
 from qsdk.core.patterns.terms import Pattern, op
 
 HEAD = {"format": "qsdk.config", "version": 1}

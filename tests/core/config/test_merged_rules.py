@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
+from qsdk import QuantConfig
 from qsdk.core.config.rules import make_rule, with_rule
 
 PATTERNS = ("*", "first", "f*", "body*", "body.0", "body.0:weight", "*:weight", "body.0:output", "last", "*last")

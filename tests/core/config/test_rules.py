@@ -10,11 +10,9 @@ from strategies import GraphBuilder
 from torch import nn
 from torch_models import sim_of
 
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
+from qsdk import ConfigError, QuantConfig, float16, int4, int8, int16, w4a8, w8a8, w8a16
 from qsdk.core.config.rules import Place, RuleMatcher, make_rule
-from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import float16, int4, int8, int16
 from qsdk.core.numerics.spec import PerChannel, PerTensor
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.planning.make_plan import make_plan
