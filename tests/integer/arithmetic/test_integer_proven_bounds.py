@@ -92,9 +92,10 @@ def test_the_bounds_of_shares_hold_and_their_error_is_as_stated(length, step):
     tensors = every_tensor(ctx, {"x": places.astype(np.int64)})
     require_proven(ctx, tensors)
     e = table[places].astype(np.float64)
-    off = np.abs(tensors[name] - e / e.sum(1, keepdims=True) * 2.0**30)
-    assert off.max() <= SHARE
-    assert off.max() > SHARE / 8 or length < 64
+    off = tensors[name] - e / e.sum(1, keepdims=True) * 2.0**30
+    assert np.abs(off).max() <= SHARE
+    assert np.abs(off).max() > SHARE / 8 or length < 64
+    assert -0.1 < off.mean() < 0.6 or length < 64  # what is left out of a product is made up for, or all are too small
     assert np.all(tensors[name][:, 0] > 0)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant, narrow_to
+from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant
 from onnx_backend.integer.fixed_point.int32 import Int32, add, multiply, shifted, spread_over, subtract, summed
 from onnx_backend.integer.fixed_point.newton import reciprocal_root
 from onnx_backend.integer.ir.context import LoweringContext
@@ -59,16 +59,15 @@ def normalized_codes(
     assert value.encoding is not None
     rows, hi = _rows(ctx, value.name, value.encoding.hi, axes, count), value.encoding.hi
     inverse = reciprocal_root(ctx, add_constant(rows.variance, epsilon * count**2 / float(value.encoding.scale) ** 2))
-    inverse = narrow_to(ctx, inverse, ROOM - 2 - count.bit_length())
+    # of rows that are no longer than `_LONGEST` it has at most 45 bits: its products with numbers of a row fit in 62
     # no result is larger than the root of count - 1
     whole = math.ceil(math.sqrt(count) / float(inverse.scale) * (1.0 + 2.0**-16))
     unit = max(whole.bit_length() - _BITS, 0)
     unit += (whole >> unit) + (1 << 16) > 1 << _BITS
     top = (whole >> unit) + 2
     name = _scaled(ctx, rows, inverse, (axes, count, unit, top))
-    # half a unit, the units of 2**-14 that the numbers of the row are cut to, and what narrowing rounded off
-    most = (count * hi + rows.rest.hi) * inverse.error
-    error = 0.5 + (hi + 2.0) * 2.0**-_BELOW + math.ldexp(most, -unit)
+    # half a unit, and the units of 2**-14 that the numbers of the row are cut to
+    error = 0.5 + (hi + 2.0) * 2.0**-_BELOW
     scale = np.asarray(math.ldexp(float(inverse.scale), unit))
     return FixedPoint(name, scale, -top, top, narrow=True, error=error, relative=inverse.relative)
 
