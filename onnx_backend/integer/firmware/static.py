@@ -16,8 +16,7 @@ from onnx import ModelProto, helper
 from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.lowering.walk import origin
-from onnx_backend.integer.reference.ops import OPS
-from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.reference.run import OPS, run_reference
 from onnx_backend.proto.graph_queries import declared_sizes
 from qsdk.core.errors import IntegerError
 from qsdk.core.graph.op_facts import MOVEMENTS

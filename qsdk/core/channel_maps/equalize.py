@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from qsdk.core.channel_maps.maps import Ids
+from qsdk.core.channel_maps.flood import Ids
 from qsdk.core.channel_maps.scale_groups import End, ScaleGroup
 from qsdk.core.channel_maps.scalings import Factors, FloatArray, Scalings, balance, widest
 from qsdk.core.channel_maps.search import ChannelObserver

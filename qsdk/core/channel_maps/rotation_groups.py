@@ -16,16 +16,21 @@ from qsdk.core.channel_maps.flood import (
     STANDARD,
     BlockedError,
     Flood,
+    Ids,
     KnownTensor,
     Maps,
+    along,
     at_root,
+    broadcast_back,
+    broadcast_on,
+    channel_axis,
+    channels_along,
     input_axis,
     is_linear,
     past_addend,
     propagate,
     stored_operand,
 )
-from qsdk.core.channel_maps.maps import Ids, along, broadcast_back, broadcast_on, channel_axis, channels_along
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import SELECTIONS, SHAPE_OPS, VIEWS
 from qsdk.core.patterns.find import match_supergroups

@@ -16,9 +16,13 @@ from qsdk.core.channel_maps.flood import (
     STANDARD,
     BlockedError,
     Flood,
+    Ids,
     KnownTensor,
     Maps,
+    along,
     at_root,
+    broadcast_back,
+    channels_along,
     input_axis,
     is_linear,
     past_addend,
@@ -26,7 +30,6 @@ from qsdk.core.channel_maps.flood import (
     propagate,
     stored_operand,
 )
-from qsdk.core.channel_maps.maps import Ids, along, broadcast_back, channels_along
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.operands import StoredOperand, operands_of
 from qsdk.core.site import owner_of

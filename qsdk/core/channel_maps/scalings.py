@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.channel_maps.maps import Ids
+from qsdk.core.channel_maps.flood import Ids
 from qsdk.core.channel_maps.scale_groups import Edit, ScaleGroup
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import FoldedNorm

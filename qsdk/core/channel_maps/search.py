@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.channel_maps.flood import input_axis, is_linear
-from qsdk.core.channel_maps.maps import varies
+from qsdk.core.channel_maps.flood import input_axis, is_linear, varies
 from qsdk.core.channel_maps.scale_groups import End, ScaleGroup
 from qsdk.core.channel_maps.scalings import Factors, FloatArray, Scalings, balance, center, widest
 from qsdk.core.graph.graph import Graph

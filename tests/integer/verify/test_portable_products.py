@@ -13,8 +13,7 @@ from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.portable.requantize import requantize, wide_product
-from onnx_backend.integer.reference.ops import OPS
-from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.reference.run import OPS, run_reference
 
 
 def operation(lo, hi, mantissas, shifts, addends, rounding="half_up", *, codes=False, zero=120, bounds=(3, 250)):

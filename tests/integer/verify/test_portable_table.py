@@ -6,7 +6,7 @@ from every_runtime import onnxruntime, openvino
 from onnx import helper, numpy_helper
 
 from onnx_backend.integer.portable.numbers import FLOAT32, INT32, LIMITS
-from onnx_backend.integer.reference.ops import OPS
+from onnx_backend.integer.reference.run import OPS
 
 AXIS = {"axes": np.array([1])}
 SHAPE = (4, 4, 4, 4)
