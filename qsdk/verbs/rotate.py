@@ -153,7 +153,7 @@ def _require_options(sim: Sim, data: Iterable[Any] | None, method: str) -> None:
 def _turned_online(sim: Sim, seed: int) -> Iterator[list[dict[str, Any]]]:
     """Put rotations in front of layers, and yield rows of the report; if the block raises, nothing has changed."""
     graph, stored, own = door_of(sim).running_graph(), door_of(sim).stored_values(), sim.snapshot().own
-    streams = [replace(one, blocked=one.blocked or _tie(graph, one)) for one in _streams(sim, graph)]
+    streams = _streams(sim, graph, tied=False)
     turns, rotations = [], dict[str, InputRotation]()
     for turn in find_online(graph, streams, sim.plan):
         site = graph.tensors[graph.ops[turn.op].inputs[0] or 0].site
@@ -176,7 +176,7 @@ def _turned_online(sim: Sim, seed: int) -> Iterator[list[dict[str, Any]]]:
 
 def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[RotationGroup]:
     """Rotate what can be rotated, and return all streams."""
-    streams = [replace(one, blocked=one.blocked or _tie(graph, one)) for one in _streams(sim, graph)]
+    streams = _streams(sim, graph, tied=False)
     for number, stream in enumerate(streams):
         if not stream.blocked:
             _write(sim, graph, stream, _rotation(stream, method, seed + number))
@@ -203,8 +203,8 @@ def _tied_names(sim: Sim) -> list[str]:
     return [graph.tensors[root].name for root in dict.fromkeys(roots)]
 
 
-def _streams(sim: Sim, graph: Graph) -> list[RotationGroup]:
-    """Return the streams of a sim, with the reasons why some of them cannot be rotated; ties are no reason yet."""
+def _streams(sim: Sim, graph: Graph, *, tied: bool = True) -> list[RotationGroup]:
+    """Return the streams of a sim, with the reasons why some of them cannot be rotated; ties are one unless `tied`."""
     stored, own = door_of(sim).stored_values(), sim.snapshot().own
 
     def read(root: int) -> Array:
@@ -220,7 +220,8 @@ def _streams(sim: Sim, graph: Graph) -> list[RotationGroup]:
         for one in stream.folded:
             roots += [root for root in (one.norm.gain, one.norm.shift) if root is not None]
         why = stream.blocked or obstacle(roots, stream.members, graph, sim.plan, own, stored)
-        result.append(replace(stream, blocked=why or fold_obstacle(graph, stream, read)))
+        why = why or fold_obstacle(graph, stream, read) or ("" if tied else _tie(graph, stream))
+        result.append(replace(stream, blocked=why))
     return result
 
 
@@ -265,13 +266,8 @@ def _row_online(graph: Graph, turn: OnlineRotation) -> dict[str, Any]:
     site = graph.tensors[turn.root].site
     counts = {"writers": 0, "readers": int(not turn.blocked), "norms": 0, "noise_before": None, "noise_after": None}
     name = graph.tensors[turn.root].name if site is None else owner_of(site)
-    return {
-        "stream": name,
-        "kind": "input of a layer, at run time",
-        "size": turn.size,
-        **counts,
-        "reason": turn.blocked,
-    }
+    kind = {"stream": name, "kind": "input of a layer, at run time", "size": turn.size}
+    return {**kind, **counts, "reason": turn.blocked}
 
 
 class SampledRows:

@@ -11,6 +11,7 @@ from torch import nn
 
 import qsdk
 from qsdk.core.precision.search import LowerableWeight, choose_lowered
+from qsdk.core.run_options import run_of
 
 IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 BATCHES = list(IMAGES[:32].split(8))
@@ -106,6 +107,17 @@ def test_a_step_that_changes_nothing_is_undone_and_not_in_the_lines(model):
     assert len(tried) > 2
     assert not any(row["kept"] for row in tried)
     assert report.code.count("qsdk.calibrate(") == 1
+
+
+def test_verbs_that_the_metric_calls_get_none_of_its_options(model):
+    seen = []
+
+    def metric(sim) -> float:
+        seen.append(run_of(qsdk.calibrate, {}).forward)
+        return 1.0
+
+    run(model, metric, max_drop=0.0, forward=lambda module, batch: module(batch))
+    assert seen == [None, None]
 
 
 def test_a_budget_of_more_than_the_metric_is_met_with_a_remark(model):
