@@ -16,6 +16,7 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, Run, run_of
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers, rounded_facts
 from qsdk.verbs.analysis.profile import profile
@@ -123,6 +124,7 @@ def mixed_precision(
 
 def _ranked(sim: Sim, data: Iterable[Any], run: Run) -> tuple[dict[str, SiteSample], dict[str, float], dict[str, Any]]:
     """Return a sample and the noise at the outputs, over their power, of each site, and `ranking` and `rounded`."""
+    require_sim(sim)
     batches = list(data) if isinstance(data, Iterator) else data
     _ = sim.encodings  # a missing calibration is reported before the data is used up
     samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
