@@ -40,7 +40,7 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
                 _required_quantizer(runtime, decision.bias_of[0]),
                 _required_quantizer(runtime, decision.bias_of[1]),
             )
-    runtime.islands = {
+    runtime.narrow_regions = {
         site: getattr(torch, decision.computes_in)
         for site, decision in plan.decisions.items()
         # what a recurrent layer does last is to move its values, which come rounded either way

@@ -18,7 +18,7 @@ from torch_bridge.torch_values.module_state import snapshot_of, tensors_in
 from torch_bridge.torch_values.parameters import to_float32, to_numpy
 from torch_bridge.torch_values.pytree import argument_leaves, floats_of, name_leaves, tensors_of
 from torch_bridge.training.batch_norm_training import require_folded
-from torch_bridge.training.training import eval_mode
+from torch_bridge.training.training import eval_mode, fixed_parameters
 
 Array = npt.NDArray[Any]
 
@@ -164,7 +164,7 @@ def visit_tensors(
     with (
         eval_mode(sim.model),
         sim.runtime.in_phase("visit", visitor),
-        _constant(sim.model),
+        fixed_parameters(sim.model),
         _without_graphs_in(sim.model),
         torch.enable_grad(),
         through,
@@ -201,16 +201,3 @@ def _without_graphs_in(model: nn.Module) -> Iterator[None]:
         for buffer in model.buffers():
             if buffer.grad_fn is not None:  # written in place
                 buffer.detach_()
-
-
-@contextmanager
-def _constant(model: nn.Module) -> Iterator[None]:
-    """Keep gradients from the model's own parameters inside the block."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)

@@ -214,7 +214,7 @@ class _Run:
         tensor = self._given_instead(tensor, name)
         self._remember(tensor, name)
         spec = None if self.sim is None or name not in self.sim.plan.decisions else self.sim.plan.decisions[name].spec
-        if spec is not None and str(spec.dtype) in _NARROW:  # an island: computed in this type, and cast back
+        if spec is not None and str(spec.dtype) in _NARROW:  # a narrow region: computed in this type, and cast back
             self._epsilons[name] = _NARROW[str(spec.dtype)]
         return tensor
 

@@ -27,11 +27,11 @@ from torch_bridge.torch_values.module_state import (
     emptied_attributes,
     find_caches,
     rebuild,
-    restore_contents,
+    restore_attributes,
     restoring_state,
     tensors_in,
 )
-from torch_bridge.torch_values.pytree import input_names, leaves_of, map_leaves, tensors_of
+from torch_bridge.torch_values.pytree import clone_tensors, input_names, leaves_of, tensors_of
 from torch_bridge.tracing.dynamic_shapes import plain_shapes
 from torch_bridge.tracing.export_errors import OutputForm, error_in_compiled_part, output_forms
 from torch_bridge.tracing.trace import Trace, trace_marked
@@ -80,7 +80,12 @@ def prepare(
     require_wrappable(model)
     dispatched = is_dispatched(model)
     if dispatched:
-        model = _without_device_map(model, in_place)
+        if in_place:
+            raise ModelError(
+                "accelerate's device_map put hooks on the model, which bring weights from elsewhere; leave out "
+                "in_place=True, and the sim holds a whole copy, or load the model without device_map"
+            )
+        model = undispatched(model)
     given = as_example(example)
     if config.has_kv_cache and not given.has_cache:
         given = as_step(model, given)
@@ -98,7 +103,7 @@ def prepare(
     try:
         own.eval()
         attributes = attributes_of(own)
-        undo_steps.append(partial(_restore_attributes, attributes))
+        undo_steps.append(partial(restore_attributes, attributes))
         autocast = drop_autocast(own, undo_steps)
         if not in_place:
             require_copied_forwards(own)
@@ -342,21 +347,6 @@ def _are_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return True
 
 
-def _restore_attributes(attributes: Attributes) -> None:
-    for (module, name), image in attributes.items():
-        vars(module)[name] = restore_contents(image)
-
-
-def _without_device_map(model: nn.Module, in_place: bool) -> nn.Module:
-    """Return a copy of a model that accelerate has dispatched, with all its weights."""
-    if in_place:
-        raise ModelError(
-            "accelerate's device_map put hooks on the model, which bring weights from elsewhere; leave out "
-            "in_place=True, and the sim holds a whole copy, or load the model without device_map"
-        )
-    return undispatched(model)
-
-
 def require_wrappable(model: nn.Module) -> None:
     """Refuse a model that cannot be wrapped."""
     if not isinstance(model, nn.Module):
@@ -386,9 +376,7 @@ def _what_instead(given: object) -> str:
 
 def run_example(model: nn.Module, example: Example) -> Any:
     """Run the model on a copy of the example, since it may write over its inputs."""
-    args, kwargs = map_leaves(
-        (example.args, dict(example.kwargs)), lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
-    )
+    args, kwargs = clone_tensors((example.args, dict(example.kwargs)))
     try:
         return model(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -7,7 +7,8 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import IO, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,17 +43,9 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
         _require_plain(what, value)
 
-    def write_weights(stream: IO[bytes]) -> None:
-        torch.save(weights, stream)
-
-    def write_example(stream: IO[bytes]) -> None:
-        torch.save(example, stream)
-
-    def write_given(stream: IO[bytes]) -> None:
-        torch.save(kept, stream)
-
     kept = sim.given.originals(sim.model)
-    return {WEIGHTS: write_weights, EXAMPLE: write_example, **({GIVEN: write_given} if kept else {})}
+    held = {WEIGHTS: weights, EXAMPLE: example, **({GIVEN: kept} if kept else {})}
+    return {name: partial(torch.save, value) for name, value in held.items()}
 
 
 def dtype_facts(sim: QuantSim) -> dict[str, str]:

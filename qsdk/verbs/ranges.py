@@ -15,8 +15,8 @@ from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 from torch_bridge.calibrate import install
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import progress_over
-from torch_bridge.training.training import eval_mode
-from torch_bridge.tuning.range_tuning import RangeTuner, fixed_parameters
+from torch_bridge.training.training import eval_mode, fixed_parameters
+from torch_bridge.tuning.range_tuning import RangeTuner
 
 _EVERY = 4  # one batch of so many is held back
 _NOTHING_TO_LEARN = (

@@ -232,14 +232,11 @@ def _layer(
         return CompressedLayer(path, weights, None, encodings[site], None), None
     own = plan.decisions[source].spec
     assert own is not None
-    if float_class(module).forward is not nn.Linear.forward or not _is_called(plan, path):
+    called = any(port_of(site) == "output" and without_calls(owner_of(site)) == path for site in plan.decisions)
+    if float_class(module).forward is not nn.Linear.forward or not called:
         raise NoFieldError("its input is quantized, but the module that has it is not called as a Linear")
     known = None if own.dynamic else encodings[source]
     return CompressedLayer(path, weights, input_arguments(own, known), encodings[site], known), source
-
-
-def _is_called(plan: Plan, path: str) -> bool:
-    return any(port_of(site) == "output" and without_calls(owner_of(site)) == path for site in plan.decisions)
 
 
 def _without_field(

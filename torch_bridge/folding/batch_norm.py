@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qsdk.core.layers.expected_means import FoldedNorm
+from torch_bridge.torch_values.parameters import held_tensor
 
 _STATISTICS = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
 
@@ -146,8 +147,7 @@ def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
     """Fold in place and replace the BatchNorm by an Identity; return the function that undoes both, bit for bit."""
     norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
     statistics = statistics_of(norm)
-    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
-    assert weight is not None
+    weight, bias = held_tensor(layer, "weight"), layer._parameters.get("bias")
     identity = _without_normalization(norm) if fold.has_own_forward else nn.Identity()
     old_weight = weight.detach().clone()
     old_bias = None if bias is None else bias.detach().clone()

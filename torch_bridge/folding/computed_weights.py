@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from torch_bridge.torch_values.parameters import held_tensor
 from torch_bridge.torch_values.pytree import tensors_of
 
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -207,9 +208,8 @@ def fold_computed_tensors(
 
 def _make_plain(layer: nn.Module, computed: ComputedTensor) -> None:
     """Turn a layer that computes its weight into the layer of torch.nn that it is derived from."""
-    plain, old = plain_class(layer), layer._parameters["weight"]
+    plain, old = plain_class(layer), held_tensor(layer, "weight")
     assert plain is not None
-    assert old is not None
     stays = {name: layer._parameters[name] for name in computed.kept}
     layer.__class__ = plain
     layer._buffers.clear()

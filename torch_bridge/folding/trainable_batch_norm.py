@@ -31,6 +31,7 @@ from torch_bridge.folding.batch_norm import (
 )
 from torch_bridge.sites.calls import Frame
 from torch_bridge.sites.runtime import Runtime
+from torch_bridge.torch_values.parameters import held_tensor
 from torch_bridge.torch_values.pytree import map_leaves, tensors_of
 from torch_bridge.torch_values.sharding import full_tensor_of, write_full_tensor
 
@@ -134,8 +135,7 @@ class TrainableBatchNorm:
 
     def folded_parameter(self, layer: nn.Module, name: str) -> Tensor:
         """Return the weight or bias of the folded layer, on the graph of the parameters that it is computed from."""
-        statistics, weight, bias = self.statistics(), layer._parameters["weight"], layer._parameters.get("bias")
-        assert weight is not None
+        statistics, weight, bias = self.statistics(), held_tensor(layer, "weight"), layer._parameters.get("bias")
         if name == "weight":
             return fold_weight(full_tensor_of(weight), statistics, self.fold)
         return fold_bias(None if bias is None else full_tensor_of(bias), statistics, self.fold, weight.dtype)
@@ -147,10 +147,7 @@ class TrainableBatchNorm:
 
     def copy_variance(self) -> None:
         """Copy the running variance into the buffer that scales the layer's weight."""
-        held, now = self.norm._buffers[VARIANCE], self.norm._buffers["running_var"]
-        assert held is not None
-        assert now is not None
-        held.copy_(now)
+        held_tensor(self.norm, VARIANCE).copy_(held_tensor(self.norm, "running_var"))
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a function that moves or converts the model to what is not in the model now, as `nn.Module._apply`."""
@@ -166,8 +163,7 @@ class TrainableBatchNorm:
     @torch.no_grad()
     def fold_into(self, layer: nn.Module) -> None:
         """Fold the BatchNorm into the parameters of its layer."""
-        weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
-        assert weight is not None
+        weight, bias = held_tensor(layer, "weight"), layer._parameters.get("bias")
         new_weight, new_bias = self.folded_parameter(layer, "weight"), self.folded_parameter(layer, "bias")
         self.lost_weights = _weights_with_zero_factor(full_tensor_of(weight), self.statistics(), self.fold)
         self.own_bias = None if bias is None else full_tensor_of(bias).detach().clone()
@@ -188,8 +184,7 @@ class TrainableBatchNorm:
         the weight and, for the bias, into beta; where `output_stats` is known, gamma and beta are set from it, and the
         running mean is shifted by what the bias has changed.
         """
-        weight, bias, norm = layer._parameters["weight"], layer._parameters["bias"], self.norm
-        assert weight is not None
+        weight, bias, norm = held_tensor(layer, "weight"), layer._parameters["bias"], self.norm
         assert bias is not None
         norm.to(weight.device)
         if output_stats is not None:
@@ -210,8 +205,7 @@ class TrainableBatchNorm:
         if not bool(off.any()):
             return
         own, norm = layer._parameters["bias"], self.norm
-        mean, beta = norm._buffers["running_mean"], norm._parameters["bias"]
-        assert mean is not None
+        mean, beta = held_tensor(norm, "running_mean"), norm._parameters["bias"]
         factor = factor_of(statistics_of(norm), self.fold)
         before = torch.zeros_like(factor) if own is None else own.double()
         movable = factor.abs() > _SMALLEST
@@ -227,10 +221,9 @@ class TrainableBatchNorm:
 def trainable_norm_of(model: nn.Module, fold: Fold) -> TrainableBatchNorm:
     """Return what is needed to bring back a BatchNorm that is about to be folded into the layer before it."""
     norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
-    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
-    assert weight is not None
-    zero_mask = _weights_with_zero_factor(weight.detach(), statistics_of(norm), fold)
-    return TrainableBatchNorm(fold, norm, None if bias is None else bias.detach().clone(), zero_mask)
+    bias = layer._parameters.get("bias")
+    lost = _weights_with_zero_factor(held_tensor(layer, "weight"), statistics_of(norm), fold)
+    return TrainableBatchNorm(fold, norm, None if bias is None else bias.detach().clone(), lost)
 
 
 def output_statistics(trainable: TrainableBatchNorm) -> FoldedNorm:
@@ -304,9 +297,7 @@ def _unfolded_weight(weight: Tensor, norm: nn.Module, fold: Fold, lost: Tensor) 
         if lost.numel() == int(where.sum()) and not bool(weight[where].any()):
             raw[where] = lost.to(raw)
         else:  # these weights were written since: a gamma of the deviation makes the factor 1
-            gamma, var = norm._parameters["weight"], norm._buffers["running_var"]
-            assert gamma is not None
-            assert var is not None
+            gamma, var = held_tensor(norm, "weight"), held_tensor(norm, "running_var")
             zero = factor_of(statistics_of(norm), fold).abs() <= _SMALLEST
             gamma.copy_(torch.where(zero, (var.double() + fold.eps).sqrt(), gamma.double()))
     if weight.dtype not in (torch.float32, torch.float64):

@@ -37,14 +37,6 @@ from torch_bridge.torch_values.sharding import full_tensor_of
 _LOG2_FACTORS = (-20.0, 20.0)
 
 
-def can_learn_scales(spec: Spec) -> bool:
-    """Return whether each scale can change on its own.
-
-    It cannot where a scale is a small number times one factor per channel or tensor.
-    """
-    return spec.scale_dtype is None or spec.scale_dtype == float8e8m0
-
-
 def learned_scale(base: Tensor, log2: Tensor, spec: Spec) -> Tensor:
     """Return `base * 2**log2`, rounded to the number of significant binary digits of the spec's scales."""
     digits = spec.scale_bits if spec.scale_dtype is None else 1
@@ -106,7 +98,8 @@ class Quantizer:
     weight.
 
     Attributes:
-        decision: the plan's decision on this site.
+        decision: the plan's decision on this site, which is not float32.
+        spec: the decision's.
         owner: the module that holds the buffers.
         model: the whole model.
         tied_to: the quantizer whose encoding this one shares, or None.
@@ -119,9 +112,9 @@ class Quantizer:
     """
 
     def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
-        self.decision = decision
-        self.owner = owner
-        self.model = model
+        assert decision.spec is not None
+        self.decision, self.spec = decision, decision.spec
+        self.owner, self.model = owner, model
         self.tied_to: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
         self.frozen = self.clipped_only = self.keeps_result = self.copies_input = False
@@ -147,24 +140,23 @@ class Quantizer:
     @property
     def scales_are_free(self) -> bool:
         """Return whether any positive float32 can be its scale: none of a narrow dtype, none with few digits."""
-        return self.decision.spec is not None and self.decision.spec.scales_are_free
+        return self.spec.scales_are_free
 
     @property
     def scales_are_fine(self) -> bool:
         """Return whether its scales can be learned in small steps."""
-        return self.decision.spec is not None and self.decision.spec.scales_are_fine
+        return self.spec.scales_are_fine
 
     @property
     def can_learn_scale(self) -> bool:
-        """Return whether training may change its scales."""
-        spec = self.decision.spec
-        return self.owns_encoding and not self.frozen and spec is not None and can_learn_scales(spec)
+        """Return whether training may change its scales, and each on its own."""
+        own = self.spec.scale_dtype in (None, float8e8m0)  # not a small number times one factor per channel or tensor
+        return self.owns_encoding and not self.frozen and own
 
     @property
     def can_learn_zero_point(self) -> bool:
         """Return whether training may change its zero points."""
-        spec = self.decision.spec
-        return self.owns_encoding and not self.frozen and spec is not None and not spec.symmetric and not spec.dynamic
+        return self.owns_encoding and not self.frozen and not self.spec.symmetric and not self.spec.dynamic
 
     @property
     def buffer_names(self) -> tuple[str, str]:
@@ -208,8 +200,7 @@ class Quantizer:
         scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
         if scale_or_none is None or zero_point is None:
             raise CalibrationError(f"the site {self.site} has no encoding yet; call qsdk.calibrate(sim, batches) first")
-        spec, stored = self.decision.spec, self.owner._parameters
-        assert spec is not None
+        spec, stored = self.spec, self.owner._parameters
         if (factor := stored.get(self.log_scale_name)) is not None:
             scale_or_none = learned_scale(scale_or_none, full_tensor_of(factor), spec)
         if (shift := stored.get(self.shift_name)) is not None:
@@ -218,8 +209,8 @@ class Quantizer:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x on the site's grid."""
-        spec = self.decision.spec
-        if spec is None or self.decision.passes_through:
+        spec = self.spec
+        if self.decision.passes_through:
             return x
         if self.copies_input and torch.is_grad_enabled():
             x = x.clone()
@@ -253,10 +244,10 @@ class Quantizer:
 
         It is used only while gradients are computed, where it saves the backward pass of the ReLU as well.
         """
-        spec = self.decision.spec
-        if spec is None or spec.dynamic or not spec.dtype.is_integer:
+        spec = self.spec
+        if spec.dynamic or not spec.dtype.is_integer or self.decision.passes_through:
             return None
-        if self.decision.passes_through or x.dtype != torch.float32 or not x.requires_grad:
+        if x.dtype != torch.float32 or not x.requires_grad:
             return None
         if x._is_view():
             return None  # a view may be written over by another name, and the backward pass reads x
@@ -276,12 +267,10 @@ class Quantizer:
 
     def encoding(self) -> Encoding:
         """Return the encoding of this site (the shared or derived one where it has none of its own)."""
-        spec = self.decision.spec
-        assert spec is not None
         scale, zero_point = (t.detach().cpu().numpy() for t in self.scale_and_zero_point())
-        granularity = spec.granularity
+        granularity = self.spec.granularity
         return Encoding(
-            spec.dtype,
+            self.spec.dtype,
             scale.astype(np.float32),
             zero_point.astype(np.int32),
             axis_of(granularity),
@@ -314,8 +303,7 @@ class Quantizer:
 
     def shape_error(self, parameter: Tensor) -> str | None:
         """Return why a scale or zero point does not fit this site, or None."""
-        assert self.decision.spec is not None
-        granularity = self.decision.spec.granularity
+        granularity = self.spec.granularity
         shape = tuple(n for n in self.decision.shape or () if isinstance(n, int))
         try:
             affine.align(parameter, shape, axis_of(granularity), block_size_of(granularity))
@@ -324,8 +312,7 @@ class Quantizer:
         return None
 
     def _align(self, parameter: Tensor, x: Tensor) -> Tensor:
-        assert self.decision.spec is not None
-        granularity = self.decision.spec.granularity
+        granularity = self.spec.granularity
         shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
         return shaped.to(x.dtype)
 
@@ -368,8 +355,7 @@ def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix
     """
     if not quantizer.owns_encoding:
         return
-    spec = quantizer.decision.spec
-    assert spec is not None
+    spec = quantizer.spec
     scale, zero_point = (prefix + name for name in quantizer.buffer_names)
     log2, shift = prefix + quantizer.log_scale_name, prefix + quantizer.shift_name
     now = [prefix + name for name in quantizer.learned_names]

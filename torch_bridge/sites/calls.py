@@ -51,7 +51,7 @@ class Frame:
         counts: number of calls so far of each op in this frame.
         calls: number of calls so far of each module in the whole forward pass; all frames of the pass share it,
             because a module may call another one that lies deep inside a third.
-        island: casts the parameters of the module while it computes in a narrow float type.
+        narrowing: casts the parameters of the module while it computes in a narrow float type.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Frame:
     training: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    island: "NarrowParameters | None" = None
+    narrowing: "NarrowParameters | None" = None
 
     def count_op(self, name: str) -> int:
         """Count a call of an op and return its number, from 0."""

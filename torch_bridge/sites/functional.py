@@ -63,14 +63,10 @@ def reads_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> boo
     """
     values = (*args, *(kwargs or {}).values())
     return any(
-        value.is_floating_point() if isinstance(value, Tensor) else _contains_floats(value)
+        isinstance(item, Tensor) and item.is_floating_point()
         for value in values
-        if isinstance(value, Tensor | tuple | list)
+        for item in (value if isinstance(value, tuple | list) else (value,))
     )
-
-
-def _contains_floats(value: Any) -> bool:
-    return any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
 
 
 def repeats_requires_grad(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -298,12 +294,12 @@ def run_narrow(
         return op(*args, **kwargs)
     call = NarrowCall(narrow_type)
     if frame is not None:
-        frame.island = call
+        frame.narrowing = call
     try:
         return call.results(op(*call.arguments(args), **call.arguments(kwargs)))
     finally:
         if frame is not None:
-            frame.island = None
+            frame.narrowing = None
 
 
 def run_batch_norm(module: nn.modules.batchnorm._BatchNorm, forward: Callable[..., Tensor], input: Tensor) -> Tensor:

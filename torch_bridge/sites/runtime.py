@@ -82,7 +82,7 @@ class Runtime(RuntimeState):
         if is_recording_gradients():
             frame.recording, frame.hook = True, saved_tensors_hook()
         self.frame = frame
-        narrow_type = self.island_at(frame.name) if leaf else None
+        narrow_type = self.narrow_type_at(frame.name) if leaf else None
         if narrow_type is not None:
             forward = functools.partial(run_narrow, narrow_type, frame, forward)
         try:
@@ -108,14 +108,14 @@ class Runtime(RuntimeState):
             self.frame = parent
         return result
 
-    def island_at(self, owner: str) -> torch.dtype | None:
+    def narrow_type_at(self, owner: str) -> torch.dtype | None:
         """Return the narrow float type that an op or leaf module computes in, None for the model's own."""
-        return self.islands.get(site_name(owner, "output")) if self.has_islands else None
+        return self.narrow_regions.get(site_name(owner, "output")) if self.has_narrow_regions else None
 
     @property
-    def has_islands(self) -> bool:
+    def has_narrow_regions(self) -> bool:
         """Return whether any op computes in a narrow float type now: none does in the float model."""
-        return bool(self.islands) and (self.phase == "quantize" or self.visitor_quantizes)
+        return bool(self.narrow_regions) and (self.phase == "quantize" or self.visitor_quantizes)
 
     def call_foreign(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a foreign module, one that came into the model after wrapping (an adapter, say), in float.
@@ -204,7 +204,7 @@ class Runtime(RuntimeState):
         assert frame is not None
         owner = frame.next_owner(name)
         try:
-            result = run_narrow(self.island_at(owner), None, computes, x)
+            result = run_narrow(self.narrow_type_at(owner), None, computes, x)
         finally:
             self.frame = frame
         return self.emit(site_name(owner, "output"), result)
@@ -331,7 +331,7 @@ class SiteMode(TorchFunctionMode):
                 return self._quantize_relu(
                     self.runtime.name_call(frame.next_owner(name), frame), func, ceiling, args, kwargs
                 )
-            if name and self.runtime.has_islands:
+            if name and self.runtime.has_narrow_regions:
                 return self._run_op(frame, name, func, args, kwargs)
         recorder = self.runtime.recorder if frame is not None else None
         if recorder is not None:
@@ -352,11 +352,11 @@ class SiteMode(TorchFunctionMode):
         return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
     def _run_op(self, frame: Frame, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a function of a sim with islands, in the type in which it computes."""
+        """Run a function of a sim with narrow regions, in the type in which it computes."""
         if not computes_floats(name, args, kwargs):
             return func(*args, **(kwargs or {}))
         owner = self.runtime.name_call(frame.next_owner(name), frame)
-        result = run_narrow(self.runtime.island_at(owner), None, run_as_exported, func, *args, **(kwargs or {}))
+        result = run_narrow(self.runtime.narrow_type_at(owner), None, run_as_exported, func, *args, **(kwargs or {}))
         return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
     def _run_inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -180,7 +180,7 @@ class RuntimeState:
         phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
             writes the site's name into a graph that is being traced.
         quantizers: by site; None where the plan keeps float32.
-        islands: site of a result -> the narrow float type in which its op computes.
+        narrow_regions: site of a result -> the narrow float type in which its op computes.
         visitor: called in the phase `visit` with (site, tensor); returns the tensor to go on with.
         visitor_quantizes: whether it does what the phase `quantize` does, and more.
         recorder: notified of every torch function and every write in place while the dataflow is recorded.
@@ -207,7 +207,7 @@ class RuntimeState:
     def __init__(self) -> None:
         self.phase: Phase = "float"
         self.quantizers: dict[str, Quantizer | None] = {}
-        self.islands: dict[str, torch.dtype] = {}
+        self.narrow_regions: dict[str, torch.dtype] = {}
         self.visitor: Visitor | None = None
         self.visitor_quantizes = False
         self.recorder: DataflowRecorder | None = None

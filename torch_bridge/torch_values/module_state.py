@@ -63,6 +63,12 @@ def restore_contents(image: Any) -> Any:
     return image.restore() if isinstance(image, ContainerSnapshot) else image
 
 
+def restore_attributes(attributes: "Attributes") -> None:
+    """Give modules the attributes of `attributes_of` back."""
+    for (module, name), image in attributes.items():
+        vars(module)[name] = restore_contents(image)
+
+
 def rebuild(image: Any) -> Any:
     """Return a new container with the contents of a snapshot; any other value is returned as it is."""
     return image.rebuild() if isinstance(image, ContainerSnapshot) else image

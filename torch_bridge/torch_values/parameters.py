@@ -73,6 +73,13 @@ _MAPPED_FROM = 1 << 20  # bytes
 _THIRDS = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3)}
 
 
+def held_tensor(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer that a module is known to hold itself, without a quantizer in between."""
+    tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+    assert tensor is not None, name
+    return tensor
+
+
 def stored_tensor(model: nn.Module, site: str) -> Tensor:
     """Return the raw stored tensor at a weight or bias site, on the graph of its parameter."""
     stored = find_stored(model, site)

@@ -151,6 +151,11 @@ def _like_mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     return result
 
 
+def clone_tensors(value: Any) -> Any:
+    """Return a copy of a value with copies of its tensors."""
+    return map_leaves(value, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
 def leaves_of(value: Any, path: Path = (), *, caches: bool = False) -> list[tuple[Path, Any]]:
     """Return the leaves of a value in order, each with its path; a cache is one leaf, unless `caches` is True."""
     result: list[tuple[Path, Any]] = []

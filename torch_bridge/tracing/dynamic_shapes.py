@@ -79,7 +79,13 @@ def _entries(path: Path, wanted: Any, leaves: Sequence[tuple[Path, Any]]) -> Ite
 
 def _axes_of(tensor: Tensor, wanted: Any, path: Path) -> Axes:
     where = f"dynamic_shapes of {'.'.join(path)} (shape {tuple(tensor.shape)})"
-    pairs = wanted.items() if isinstance(wanted, Mapping) else enumerate(wanted) if _is_row(wanted) else None
+    pairs = (
+        wanted.items()
+        if isinstance(wanted, Mapping)
+        else enumerate(wanted)
+        if isinstance(wanted, tuple | list)
+        else None
+    )
     if pairs is None:
         raise ConfigError(f"{where} is {wanted!r}; give {{axis: name}}, such as {{0: 'batch'}}")
     result: dict[int, str] = {}
@@ -93,10 +99,6 @@ def _axes_of(tensor: Tensor, wanted: Any, path: Path) -> Axes:
                 raise ConfigError(f"{where} calls axis {axis} {name!r}; give it a name, such as 'batch', or None")
             result[axis % tensor.ndim] = name
     return result
-
-
-def _is_row(wanted: Any) -> bool:
-    return isinstance(wanted, tuple | list)
 
 
 def plain_shapes(wanted: Any) -> Any:

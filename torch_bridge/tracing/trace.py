@@ -23,7 +23,7 @@ from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.lazy_arrays import LazyArrays
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.parameters import PREFIX, STATE
+from torch_bridge.torch_values.parameters import PREFIX, STATE, held_tensor
 from torch_bridge.torch_values.pytree import (
     CacheKey,
     Path,
@@ -76,11 +76,7 @@ class WeightsByName:
         if name in self.constants:
             return self.constants[name]
         owner, _, leaf = self.state[name].rpartition(".")
-        module = model.get_submodule(owner)
-        parameter = module._parameters.get(leaf)
-        tensor = parameter if parameter is not None else module._buffers[leaf]
-        assert tensor is not None, name
-        return tensor
+        return held_tensor(model.get_submodule(owner), leaf)
 
 
 def detach_weights(program: torch.onnx.ONNXProgram, model: nn.Module) -> tuple[bytes, WeightsByName]:

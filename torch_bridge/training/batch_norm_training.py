@@ -17,6 +17,7 @@ from torch_bridge.folding.trainable_batch_norm import (
     output_statistics,
     restore_affine,
 )
+from torch_bridge.torch_values.parameters import held_tensor
 from torch_bridge.wrapping.wrapped_state import is_batch_norm, state_of
 
 
@@ -187,8 +188,7 @@ def _insert_norm(model: nn.Module, trainable: TrainableBatchNorm) -> None:
     identity, layer = model.get_submodule(trainable.fold.norm), model.get_submodule(trainable.fold.layer)
     replace_module(model, identity, trainable.norm)
     trainable.identity = identity
-    variance = trainable.norm._buffers["running_var"]
-    assert variance is not None
+    variance = held_tensor(trainable.norm, "running_var")
     trainable.norm.register_buffer(VARIANCE, variance.detach().clone(), persistent=False)
     state_of(trainable.norm).active_norm = state_of(layer).active_norm = trainable
 

@@ -17,7 +17,7 @@ from qsdk.core.site import site_name
 from torch_bridge.quantizers.fake_quant import CompiledKernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.parameters import STEPS, find_stored, is_recurrent
+from torch_bridge.torch_values.parameters import STEPS, find_stored, held_tensor, is_recurrent
 from torch_bridge.torch_values.sharding import reshard_parameters, zero_if_sharded
 from torch_bridge.wrapping.own_forward import drop_own_forwards, restoring_forwards
 from torch_bridge.wrapping.wrapped_state import state_of
@@ -27,9 +27,7 @@ Schedule = Callable[[int], None]
 
 def steps_of(model: nn.Module) -> int:
     """Return the optimizer steps of this training so far; those of a checkpoint that was loaded count."""
-    buffer = model._buffers[STEPS]
-    assert buffer is not None
-    return int(buffer)
+    return int(held_tensor(model, STEPS))
 
 
 class _LoadHook:
@@ -71,9 +69,7 @@ def counting_steps(model: nn.Module, schedules: Sequence[Schedule]) -> Iterator[
             counted_optimizer[:] = [ref(optimizer)]
         elif counted is not optimizer:
             return
-        buffer = model._buffers[STEPS]
-        assert buffer is not None
-        buffer += 1
+        held_tensor(model, STEPS).add_(1)
         notify()
 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -109,8 +105,7 @@ class ScheduleState:
         They are not None, because every rank waits for a gradient.
         """
         for name in quantizer.learned_names:
-            parameter = quantizer.owner._parameters[name]
-            assert parameter is not None
+            parameter = held_tensor(quantizer.owner, name)
             parameter.register_hook(unserializable_hook(partial(self._gradient, quantizer.site)))  # type: ignore[no-untyped-call]
 
     def _gradient(self, site: str, gradient: Tensor) -> Tensor | None:
@@ -121,9 +116,7 @@ class ScheduleState:
         for quantizer in self._quantizers if self.held else ():
             if quantizer.learned_names and self.holds(quantizer.site):
                 for name in quantizer.learned_names:
-                    parameter = quantizer.owner._parameters[name]
-                    assert parameter is not None
-                    parameter.grad = None
+                    held_tensor(quantizer.owner, name).grad = None
 
 
 @contextmanager
@@ -218,6 +211,19 @@ def eval_mode(model: nn.Module) -> Iterator[nn.Module]:
         restore_modes(modes)
 
 
+@contextmanager
+def fixed_parameters(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of a model ask for a gradient inside the block."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
     """Set the mode of each module, without touching its children."""
     for module, mode in modes.items():
@@ -305,9 +311,8 @@ def _end_learning(quantizer: Quantizer) -> None:
         for name, value in zip(quantizer.buffer_names, encoding, strict=True):
             quantizer.owner._buffers[name] = value.detach().clone()
     for name in quantizer.learned_names:
-        parameter = quantizer.owner._parameters.pop(name)
-        assert parameter is not None
-        zero_if_sharded(parameter)
+        zero_if_sharded(held_tensor(quantizer.owner, name))
+        del quantizer.owner._parameters[name]
     quantizer.clipped_only, quantizer.kernels = False, None
 
 

@@ -211,8 +211,7 @@ class _LearnedWeight:
         self.shift = nn.Parameter(torch.zeros_like(weight, dtype=torch.float32))
 
     def __call__(self, weight: Tensor) -> Tensor:
-        spec = self.quantizer.decision.spec
-        assert spec is not None
+        spec = self.quantizer.spec
         scale, _ = self.quantizer.scale_and_zero_point()
         axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
         aligned = affine.align(scale, tuple(weight.shape), axis, size)
@@ -342,8 +341,7 @@ def _descend(
     for quantizer in scales:
         # so a step moves the ends of the grid a few times as far as a single weight
         factor = quantizer.owner._parameters[quantizer.log_scale_name]
-        assert quantizer.decision.spec is not None
-        groups.append({"params": [factor], "lr": 8 * options.lr / 2**quantizer.decision.spec.dtype.bits})
+        groups.append({"params": [factor], "lr": 8 * options.lr / 2**quantizer.spec.dtype.bits})
     parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
     # the gradients of a relative error, spread over all weights, are far below the usual epsilon
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), eps=1e-12)
@@ -386,12 +384,6 @@ def _gradients(
     return loss, sums
 
 
-def _shuffled(count: int, generator: torch.Generator) -> list[int]:
-    """Return the numbers below `count` in random order."""
-    order: list[int] = torch.randperm(count, generator=generator, device=generator.device).tolist()
-    return order
-
-
 def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> Iterator[list[Piece]]:
     """Yield batches of at least `size` samples in random order; only calls that stay whole make them larger."""
     waiting: list[Piece] = []
@@ -400,7 +392,8 @@ def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> 
         while (short := size - sum(piece.size for piece in batch)) > 0:
             if not waiting:
                 chunks = [chunk for piece in pieces for chunk in piece.chunks(size, generator)]
-                waiting = [chunks[i] for i in _shuffled(len(chunks), generator)]
+                order = torch.randperm(len(chunks), generator=generator, device=generator.device)
+                waiting = [chunks[i] for i in order.tolist()]
             batch.append(waiting.pop().first(short))
         yield batch
 
@@ -437,8 +430,8 @@ def _learnable(run: BlockRun, options: BlockTuningOptions) -> tuple[list[Quantiz
 
 
 def _can_learn_rounding(model: nn.Module, quantizer: Quantizer) -> bool:
-    spec, stored = quantizer.decision.spec, stored_tensor(model, quantizer.site)
-    return spec is not None and spec.dtype.is_integer and not reason_codes_get_lost(spec, dtype_name(stored.dtype))
+    spec, stored = quantizer.spec, stored_tensor(model, quantizer.site)
+    return spec.dtype.is_integer and not reason_codes_get_lost(spec, dtype_name(stored.dtype))
 
 
 def _is_shared(site: str, modules: dict[str, nn.Module], readers: Counter[int]) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from qsdk.core.errors import ConfigError
 from qsdk.core.site import matches, nearest_owners, owner_of, without_calls
 from torch_bridge.sim import QuantSim
+from torch_bridge.wrapping.wrapper import float_class
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MULTIPLY = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
@@ -69,7 +70,7 @@ def _reason_left_out(owner: str, matrices: Sequence[str]) -> str:
 
 
 def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]) -> Iterator[str]:
-    classes = {path: _user_class(module) for path, module in modules.items()}
+    classes = {path: float_class(module) for path, module in modules.items()}
     composite = {
         path
         for path, cls in classes.items()
@@ -88,7 +89,9 @@ def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]
         if (path in repeated or alone) and not holds_blocks:
             yield path
         else:
-            if path in matrices and not _is_wide(modules[path]):
+            module = modules[path]
+            wide = isinstance(module, nn.Linear) and module.out_features > WIDE * module.in_features
+            if path in matrices and not wide:
                 yield path
             for name in modules[path]._modules:
                 child = f"{path}.{name}" if path else name
@@ -96,17 +99,6 @@ def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]
                     yield from visit(child)
 
     yield from visit("")
-
-
-def _user_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a wrapped module before it was wrapped."""
-    result: type[nn.Module] = type(module).__mro__[2]
-    return result
-
-
-def _is_wide(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return isinstance(module, nn.Linear) and weight is not None and weight.shape[0] > WIDE * weight.shape[1]
 
 
 def _weights_in(path: str, matrices: Sequence[str]) -> list[str]:

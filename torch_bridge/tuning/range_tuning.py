@@ -6,8 +6,7 @@ zero point are those of LSQ+ (Bhalgat et al. 2020, section 3.1); the ends are le
 calibrated ones, so that they keep their signs (Jain et al. 2020, TQT).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,22 +100,9 @@ class RangeTuner:
 
 def _learnable_spec(quantizer: Quantizer) -> Spec | None:
     """Return the spec of a site whose range may be learned, else None."""
-    decision, spec = quantizer.decision, quantizer.decision.spec
+    decision, spec = quantizer.decision, quantizer.spec
     computed = decision.kind in ("activation", "input", "output") and not decision.passes_through
-    if spec is None or not computed or not quantizer.owns_encoding or quantizer.frozen:
+    if not computed or not quantizer.owns_encoding or quantizer.frozen:
         return None
     plain = spec.granularity == PerTensor() and spec.dtype.is_integer and spec.scales_are_fine
     return spec if plain and spec.fixed_range is None and not spec.dynamic else None
-
-
-@contextmanager
-def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """No parameter of the model asks for a gradient for a while."""
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in asking:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in asking:
-            parameter.requires_grad_(True)

@@ -18,6 +18,7 @@ from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_weights import copy_tensors, restore_tensors
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
+from torch_bridge.torch_values.parameters import held_tensor
 from torch_bridge.training.batch_norm_training import active_norms
 from torch_bridge.training.training import eval_mode
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by, hooks_before_modules
@@ -138,9 +139,7 @@ def _write(sim: QuantSim, path: str, new_statistics: ChannelStatistics) -> tuple
     norm = sim.model.get_submodule(path)
     trainable = next((one for one in active_norms(sim.model) if one.norm is norm), None)
     before = None if trainable is None else factor_of(statistics_of(norm), trainable.fold)
-    mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
-    assert mean is not None
-    assert var is not None
+    mean, var = held_tensor(norm, "running_mean"), held_tensor(norm, "running_var")
     eps: Any = norm.eps
     new = new_statistics.variance(path)
     old = [buffer.detach().double().cpu().numpy() for buffer in (mean, var)]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward
-from torch_bridge.torch_values.pytree import Path, map_leaves
+from torch_bridge.torch_values.pytree import clone_tensors
 from torch_bridge.training.training import eval_mode
 from torch_bridge.walk.forward_pairs import ForwardPairs
 from torch_bridge.walk.layer_weights import LayerWeights
@@ -71,11 +71,7 @@ class _Calls(Sequence[ModuleCall]):
         in_float, quantized = self._forwards[index]
         with self._pairs.in_memory(in_float, quantized):
             call = ModuleCall(in_float.number, in_float.at.arguments, quantized.at.arguments, in_float.at.result)
-            return map_leaves(call, _clone_tensor) if self._pairs.offloads else call
-
-
-def _clone_tensor(path: Path, leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+            return clone_tensors(call) if self._pairs.offloads else call
 
 
 @dataclass

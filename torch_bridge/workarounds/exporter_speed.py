@@ -135,13 +135,9 @@ def make_functional(graph: fx.Graph) -> bool:
     order = {node: place for place, node in enumerate(nodes)}
     for node, form in zip(changing, forms, strict=True):
         node.target = form
-        _let_later_nodes_read(node, order)
+        before: Any = node.args[0]
+        before.replace_all_uses_with(node, lambda user, changed=node: order[user] > order[changed])
     return True
-
-
-def _let_later_nodes_read(node: fx.Node, order: Mapping[fx.Node, int]) -> None:
-    before: Any = node.args[0]
-    before.replace_all_uses_with(node, lambda user: order[user] > order[node])
 
 
 def _storage(node: fx.Node) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from qsdk.core.config.config import QuantConfig
 from torch_bridge.folding.batch_norm import Fold, fold_of, fold_tensors, reason_not_to_fold
 from torch_bridge.torch_values.layers import is_leaf
+from torch_bridge.torch_values.parameters import held_tensor
 from torch_bridge.torch_values.pytree import tensors_of
 from torch_bridge.wrapping.dataflow import Dataflow
 from torch_bridge.wrapping.wrapped_state import state_of
@@ -103,7 +104,7 @@ def _axis_reason(layer: str, module: nn.Module, between: Tensor) -> str:
 
     BatchNorm counts channels on axis 1; a Linear on the last axis, an unbatched convolution on axis 0.
     """
-    ranks = 2 if isinstance(module, nn.Linear) else len(module._parameters["weight"].shape)  # type: ignore[union-attr]
+    ranks = 2 if isinstance(module, nn.Linear) else held_tensor(module, "weight").ndim
     return "" if between.ndim == ranks else f"its channels are not those of {layer}"
 
 

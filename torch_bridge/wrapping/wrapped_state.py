@@ -87,6 +87,11 @@ class ModuleState:
         """Return the first path of the module, which names its parameters."""
         return self.paths[0]
 
+    def note_statistics(self, of_batch: bool) -> None:
+        """Note while the dataflow is recorded that a folded BatchNorm's own forward uses the batch's statistics."""
+        if of_batch and self.runtime.recorder is not None:
+            self.runtime.batch_norms.add(self.path)
+
 
 def state_of(module: nn.Module) -> ModuleState:
     """Return the state of a wrapped module."""

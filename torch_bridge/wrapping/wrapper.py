@@ -27,7 +27,7 @@ from torch_bridge.sites.runtime_state import LossInputs, is_recording_gradients,
 from torch_bridge.torch_values.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.torch_values.module_state import without_caches
 from torch_bridge.torch_values.parameters import STATE, STEPS, is_cell, is_recurrent
-from torch_bridge.torch_values.pytree import Path, input_names, is_cache, map_leaves, replace_cache
+from torch_bridge.torch_values.pytree import Path, clone_tensors, input_names, is_cache, map_leaves, replace_cache
 from torch_bridge.torch_values.sharding import is_fsdp_hook, require_synchronized
 from torch_bridge.wrapping.own_forward import remove_own_forward, set_own_forward
 from torch_bridge.wrapping.wrapped_state import ModuleState, is_wrapped, saving_with_sim, state_of
@@ -154,12 +154,12 @@ class _QuantizedModule(nn.Module):
             elif not state.without_norm and (runtime.frame is None or not runtime.frame.leaf):
                 return args[0] if args else kwargs["input"]  # its layer's call has normalized already
         if state.without_norm and (runtime.phase != "float" or state.active_norm is None):
-            inner = functools.partial(run_without_normalization, inner, functools.partial(_note_statistics, state))
+            inner = functools.partial(run_without_normalization, inner, state.note_statistics)
         if runtime.phase != "float" and isinstance(self, nn.RNNBase) and is_recurrent(self):
             inner = functools.partial(run_recurrent, self, runtime)
         elif runtime.phase != "float" and is_cell(self):
             inner = functools.partial(run_cell, self)
-        elif runtime.islands and state.leaf and isinstance(self, nn.modules.batchnorm._BatchNorm):
+        elif runtime.narrow_regions and state.leaf and isinstance(self, nn.modules.batchnorm._BatchNorm):
             inner = functools.partial(run_batch_norm, self, inner)
         elif isinstance(self, nn.Linear) and runtime.phase in ("quantize", "visit"):
             args, kwargs = with_one_rounding(args, kwargs)
@@ -168,7 +168,7 @@ class _QuantizedModule(nn.Module):
             elif state.leaf:
                 kwargs = {**kwargs, "input": runtime.round_input(site_name(state.path, "weight"), kwargs["input"])}
         if state.path == "" and runtime.frame is None and runtime.writes_inputs:  # the caller's inputs stay unchanged
-            args, kwargs = map_leaves((args, kwargs), _clone_tensor)
+            args, kwargs = clone_tensors((args, kwargs))
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             with without_caches(runtime.caches, runtime.cache_lock):
                 return self._root_forward(runtime, inner, args, kwargs)
@@ -301,11 +301,6 @@ class _QuantizedModule(nn.Module):
     _qsdk_parameters: tuple[str, ...] = ()
 
 
-def _note_statistics(state: ModuleState, of_batch: bool) -> None:
-    if of_batch and state.runtime.recorder is not None:
-        state.runtime.batch_norms.add(state.path)
-
-
 def _wrap_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
     """Wrap modules that come into a wrapped model later, such as adapters around its layers, as foreign modules."""
     if not is_wrapped(owner):
@@ -337,10 +332,6 @@ def _without_sites(module: nn.Module, hook: Callable[..., Any]) -> Callable[...,
             runtime.frame = frame
 
     return called
-
-
-def _clone_tensor(path: Path, leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
@@ -402,7 +393,7 @@ def _quantized_property(name: str) -> property:
 def _as_read(runtime: Runtime, value: Tensor | None) -> Tensor | None:
     """Return a parameter in the type in which the op that reads it computes."""
     frame = runtime.frame
-    return value if value is None or frame is None or frame.island is None else frame.island.narrow(value)
+    return value if value is None or frame is None or frame.narrowing is None else frame.narrowing.narrow(value)
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -86,7 +86,7 @@ class ModuleDoor:
         def visit(site: str, x: Tensor) -> Tensor:
             return runtime.quantize(site, x) if site in sites else x
 
-        narrow = any(site in runtime.islands for site in sites)
+        narrow = any(site in runtime.narrow_regions for site in sites)
         with runtime.in_phase("visit", visit, quantizes=narrow):
             yield
 

@@ -17,7 +17,7 @@ from torch_models import calibrated, seeded
 
 from qsdk import quantize
 from qsdk.core.config.config import w4a8
-from qsdk.core.errors import CalibrationError, DataError
+from qsdk.core.errors import DataError
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import stored_tensor
 from torch_bridge.walk.layer_walk import LayerWalk, walk_layers
@@ -306,17 +306,6 @@ def test_a_walk_that_is_left_early_keeps_what_was_written() -> None:
     }
     assert after["modes"] == before["modes"]
     assert after["hooks"] == before["hooks"]
-
-
-def test_data_and_encodings_are_wanted(sim: QuantSim) -> None:
-    with pytest.raises(DataError, match="holds no batch"), walk_layers(sim, []):
-        pass
-    with pytest.raises(DataError, match="has 4 elements"), walk_layers(sim, [(torch.ones(1), 1, 2, 3)]):
-        pass
-    uncalibrated = quantize(Raises(), rows(2)[0], w4a8())
-    assert isinstance(uncalibrated, QuantSim)
-    with pytest.raises(CalibrationError, match="no encoding"), walk_layers(uncalibrated, rows(2)):
-        pass
 
 
 class Stateful(nn.Module):

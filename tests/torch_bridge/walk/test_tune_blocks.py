@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import qsdk
 from qsdk import w4a8
-from qsdk.core.errors import ConfigError, DataError, ModelError
+from qsdk.core.errors import ConfigError, ModelError
 from qsdk.demo.model import load_pretrained
 from torch_bridge.sim import QuantSim
 from torch_bridge.tuning.block_tuning import BlockRun, Piece, split_held_back
@@ -398,39 +398,12 @@ def test_options_that_do_not_exist_are_refused(options, message) -> None:
         qsdk.tune_blocks(sim, images(), progress=False, **options)
 
 
-@pytest.mark.slow
-def test_bad_data_is_refused_and_named() -> None:
-    sim = residual_sim()
-    with pytest.raises(DataError, match="batch 1"):
-        qsdk.tune_blocks(sim, [images()[0], torch.zeros(1, 1, 9, 9)], iterations=2, progress=False)
-    with pytest.raises(DataError, match="no batch"):
-        qsdk.tune_blocks(sim, [], progress=False)
-
-
-@pytest.mark.slow
-def test_an_uncalibrated_sim_is_refused() -> None:
-    sim = qsdk.quantize(residuals(), images()[0], low_bits())
-    with pytest.raises(qsdk.CalibrationError, match="calibrate"):
-        qsdk.tune_blocks(sim, images(), progress=False)
-
-
 def test_block_tuning_of_an_onnx_file_is_refused_with_a_remedy(tmp_path) -> None:
     path = tmp_path / "m.onnx"
     sim = residual_sim()
     qsdk.export(sim, path)
     with pytest.raises(ModelError, match="quantize the nn"):
         qsdk.tune_blocks(qsdk.quantize(path, None, None), images(), progress=False)
-
-
-@pytest.mark.slow
-def test_a_tuned_model_can_be_exported(tmp_path) -> None:
-    data = images()
-    sim = residual_sim("int4")
-    qsdk.tune_blocks(sim, data, iterations=5, progress=False)
-    qsdk.export(sim, tmp_path / "m.onnx")
-    parity = qsdk.check_parity(sim, tmp_path / "m.onnx", data[:1], progress=False)
-    assert parity.summary["weights_max_lsb"] == 0
-    assert parity.summary["activations_max_lsb"] <= 1
 
 
 # ---- resuming

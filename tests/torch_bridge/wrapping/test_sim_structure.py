@@ -481,12 +481,6 @@ def test_a_block_called_twice_is_numbered_where_it_is_called(twice_sim: QuantSim
     assert [d.site for d in twice_sim.plan.decisions.values() if d.kind == "weight"] == ["block.fc:weight"]
 
 
-def test_every_call_of_a_block_has_its_own_ranges(twice_sim: QuantSim):
-    names = ["block.act", "block.act@1", "block@1.act", "block@1.act@1", "block/add.0", "block@1/add.0"]
-    scales = [float(twice_sim.encodings[f"{name}:output"].scale[0]) for name in names]
-    assert len(set(scales)) == len(scales)
-
-
 @pytest.mark.slow
 def test_a_module_shared_by_two_parents_goes_by_the_path_of_its_caller():
     sim = calibrated(SharedActivation(), seeded(3, 4))
@@ -601,42 +595,6 @@ def test_a_mapping_example_calls_by_keyword():
     assert {"fc:output", "fc@1:output"} <= set(sim.plan.decisions)
 
 
-def test_two_inputs_have_two_encodings():
-    class Model(nn.Module):
-        def forward(self, left: Tensor, right: Tensor) -> Tensor:
-            return left @ right
-
-    example = seeded(2, 3), seeded(3, 2, scale=7)
-    sim = calibrated(Model(), example)
-    assert sim.encodings["left:input"] != sim.encodings["right:input"]
-    by_keyword = sim(right=example[1], left=example[0])
-    assert torch.equal(by_keyword, sim(*example))
-
-
-@pytest.mark.slow
-def test_other_batch_sizes_than_the_example_has(conv_sim: QuantSim):
-    batch = seeded(7, 3, 6, 6)
-    parts = torch.cat([conv_sim(part) for part in batch.split([1, 4, 2])])
-    lsb = float(conv_sim.encodings["fc:output"].scale[0])
-    assert (conv_sim(batch) - parts).abs().max() <= 1.01 * lsb  # sums of floats depend on the batch
-    single = calibrated(ConvNet(), seeded(1, 3, 6, 6))
-    assert single(batch).shape == (7, 10)
-
-
-@pytest.mark.slow
-def test_calibration_covers_all_batches_whatever_their_size(conv_sim: QuantSim):
-    data = seeded(9, 3, 6, 6, seed=4)
-    one, many = sim_of(ConvNet(), data), sim_of(ConvNet(), data)
-    many.model.load_state_dict(one.model.state_dict())
-    calibrate(one, [data], progress=False)
-    report = calibrate(many, list(data.split([5, 1, 3])), progress=False)
-    assert one.encodings["x:input"] == many.encodings["x:input"]
-    for site, encoding in one.encodings.items():
-        np.testing.assert_allclose(encoding.scale, many.encodings[site].scale, rtol=1e-6, err_msg=site)
-    owning = [site for site, quantizer in many.quantizers.items() if quantizer.owns_encoding]
-    assert sorted(row["site"] for row in report.rows) == sorted(owning)
-
-
 # dead and unexercised sites
 
 
@@ -699,14 +657,6 @@ def test_freeze_everything():
     assert sim.freeze() == sum(q.owns_encoding for q in sim.quantizers.values())
     calibrate(sim, [seeded(2, 3, 6, 6, scale=5)], progress=False)
     assert same_encodings(sim, other)
-
-
-def test_moving_average_moves_a_tenth_of_the_way():
-    sim = sim_of(nn.ReLU(), seeded(2, 4))
-    data = [torch.tensor([[-1.0, 1.0]]), torch.tensor([[-2.0, 3.0]])]
-    calibrate(sim, data, method="moving_average", progress=False)
-    encoding = sim.encodings["input:input"]
-    assert float(encoding.scale[0]) == pytest.approx((1.2 + 1.1) / 255, rel=1e-6)
 
 
 @pytest.mark.slow

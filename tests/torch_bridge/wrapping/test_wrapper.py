@@ -361,19 +361,6 @@ def test_unwrap_after_training_gives_the_trained_weights():
     assert all(torch.equal(p, trained[n]) for n, p in plain.named_parameters())
 
 
-@pytest.mark.slow
-def test_the_same_module_can_be_quantized_twice_and_sims_are_independent():
-    model = ConvNet()
-    one, other = calibrated(model, X), calibrated(model, X * 3)
-    before = one.encodings
-    assert before["x:input"] != other.encodings["x:input"]
-    other.model.conv1.weight.data.zero_()
-    assert one.encodings == before
-    assert model.conv1.weight.any()
-    third = calibrated(one.unwrap(), X)
-    assert third.encodings == before
-
-
 # in place
 
 
@@ -532,12 +519,6 @@ def test_half_precision_keeps_scales_and_zero_points(dtype: torch.dtype):
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
     assert dict(sim.model.named_parameters())["0.weight"].dtype == dtype
-
-
-def test_the_float_model_runs_as_before_in_the_float_phase(conv_sim: QuantSim):
-    with conv_sim.float_phase() as model, torch.no_grad():
-        assert torch.equal(model(X), conv_sim.unwrap()(X))
-    assert conv_sim.runtime.phase == "quantize"
 
 
 def test_a_sim_computes_no_gradients_and_its_model_does(conv_sim: QuantSim):
