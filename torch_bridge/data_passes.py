@@ -176,11 +176,7 @@ class _Gradients(TorchFunctionMode):
     """The function mode in which gradients cannot be switched off, as `torch.no_grad` does."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function, unless it switches gradients off."""
         if func is torch._C._set_grad_enabled and not args[0]:

@@ -43,7 +43,6 @@ from torch_bridge.training.batch_norm_training import (
     unfolded_norms,
 )
 from torch_bridge.training.training import (
-    Learning,
     ScheduleState,
     eval_mode,
     guard_values,
@@ -351,7 +350,6 @@ class QuantSim(StatefulSim):
             raise ConfigError(f"gradient={gradient!r} is unknown; choose lsq or pact")
         require_weights_unwritten(self.runtime)
         kernels = compiled_kernels() if compile_kernels else None
-        learning = Learning(learn_scales, learn_zero_points, gradient == "pact", kernels)
         called = [partial(schedule, self) for schedule in schedules]
         state_of(self.model).frozen_values = self.frozen_values
         entering = ExitStack()
@@ -361,7 +359,15 @@ class QuantSim(StatefulSim):
             holding_values(self.model, self.frozen_values),
             self.given.recording_changes(self.model),
             unfolded_norms(self.model, freeze_bn_after) as freezing,
-            training(self.model, list(self.quantizers.values()), learning, schedules=[*freezing, *called]) as model,
+            training(
+                self.model,
+                list(self.quantizers.values()),
+                scales=learn_scales,
+                zero_points=learn_zero_points,
+                clipped_only=gradient == "pact",
+                kernels=kernels,
+                schedules=[*freezing, *called],
+            ) as model,
         ):
             restore_affine_of_folded(self.model)
             self.folded_norms.clear()  # training changes the statistics of the layers' outputs

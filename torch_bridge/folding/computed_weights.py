@@ -58,11 +58,7 @@ class _LinearCallRecorder(TorchFunctionMode):
         self.calls: list[tuple[Any, Any]] = []
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = tensors_of((args, dict(kwargs or {})))
         result = func(*args, **(kwargs or {}))

@@ -297,11 +297,7 @@ class SiteMode(TorchFunctionMode):
         self.runtime = runtime
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function and quantize its result; run a fused function as the ops it consists of."""
         frame = self.runtime.frame

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -230,28 +229,25 @@ def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
         module.training = mode
 
 
-@dataclass(frozen=True)
-class Learning:
-    """What is learned besides the weights."""
-
-    scales: bool = False
-    zero_points: bool = False
-    clipped_only: bool = False
-    kernels: CompiledKernels | None = None
-
-
 @contextmanager
 def training(
-    model: nn.Module, quantizers: Sequence[Quantizer], learning: Learning, *, schedules: Sequence[Schedule] = ()
+    model: nn.Module,
+    quantizers: Sequence[Quantizer],
+    *,
+    scales: bool,
+    zero_points: bool,
+    clipped_only: bool,
+    kernels: CompiledKernels | None,
+    schedules: Sequence[Schedule],
 ) -> Iterator[nn.Module]:
     """Put a wrapped model in train mode inside the block; learned scales and zero points have a parameter each.
 
     The parameters start at 0, where nothing changes by a bit. Afterwards the model is in eval mode and the encodings
     are fixed, also when the block raises.
     """
-    scales = [q for q in quantizers if learning.scales and q.can_learn_scale]
-    shifted = [q for q in quantizers if learning.zero_points and q.can_learn_zero_point]
-    learned = list(dict.fromkeys([*scales, *shifted]))
+    scaled = [q for q in quantizers if scales and q.can_learn_scale]
+    shifted = [q for q in quantizers if zero_points and q.can_learn_zero_point]
+    learned = list(dict.fromkeys([*scaled, *shifted]))
     runtime = state_of(model).runtime
     runtime.ddp = None
     with restoring_forwards(model), tracking_schedules(runtime, quantizers) as schedule_state:
@@ -259,7 +255,7 @@ def training(
         try:
             with counting_steps(model, schedules):
                 encodings = {q: q.scale_and_zero_point() for q in learned}  # raises where a site has no encoding
-                for quantizer in scales:
+                for quantizer in scaled:
                     quantizer.owner.register_parameter(
                         quantizer.log_scale_name, nn.Parameter(torch.zeros_like(encodings[quantizer][0]))
                     )
@@ -268,10 +264,10 @@ def training(
                         quantizer.shift_name, nn.Parameter(torch.zeros_like(encodings[quantizer][1]))
                     )
                 for quantizer in learned:
-                    quantizer.clipped_only = learning.clipped_only
+                    quantizer.clipped_only = clipped_only
                     schedule_state.zero_held_gradients(quantizer)
                 for quantizer in quantizers:
-                    quantizer.kernels = learning.kernels
+                    quantizer.kernels = kernels
                 yield model
         finally:
             reshard_parameters(model)

@@ -1,8 +1,8 @@
 """Re-estimation of the running statistics of BatchNorms, from their inputs in the simulation."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.torch_values.parameters import held_tensor
 from torch_bridge.training.batch_norm_training import active_norms
 from torch_bridge.training.training import eval_mode
-from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by, hooks_before_modules
+from torch_bridge.walk.paused_forward import PausedForward, Scheduler
 from torch_bridge.wrapping.wrapped_state import is_batch_norm
 
 Rows = list[dict[str, Any]]
@@ -40,86 +40,72 @@ def reestimate(
     kept = [path for path, module in sim.model.named_modules() if is_batch_norm(module) and module not in norms]
     rows: Rows = [_row(path, note="it keeps no running statistics") for path in kept]
     trainable = {one.norm: one for one in active_norms(sim.model)}
-    separate = {module: path for module, path in norms.items() if module not in trainable}
-    with sim.alone(), eval_mode(sim.model), torch.no_grad():
-        walk = _NormWalk(sim, forward)
-        walk.load_batches(data, progress)
-        with (
-            hooks_before_modules({module: partial(walk.pause, path) for module, path in separate.items()}),
-            _input_hooks(
-                {one: partial(walk.pause_at, norms[module]) for module, one in trainable.items() if module in norms}
-            ),
-        ):
-            rows = [*walk.run(together), *rows]
+    scheduler = Scheduler(sim.runtime)
+
+    def pause(path: str, x: Tensor) -> None:
+        scheduler.pause((path, x))
+
+    def pause_before(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pause(path, args[0] if args else kwargs["input"])
+
+    with sim.alone(), eval_mode(sim.model), torch.no_grad(), ExitStack() as hooks:
+        passes, float_seconds = _passes_over(sim, scheduler, data, forward, progress)
+        for module, path in norms.items():
+            if module in trainable:  # its layer's call does its work
+                trainable[module].input_hook = partial(pause, path)
+                hooks.callback(setattr, trainable[module], "input_hook", None)
+            else:
+                hooks.callback(module.register_forward_pre_hook(partial(pause_before, path), with_kwargs=True).remove)
+        rows = [*_estimate_in_turn(sim, scheduler, passes, together), *rows]
     reached = {row["site"] for row in rows}
     rows += [_row(path, note="no batch reaches it") for path in norms.values() if path not in reached]
-    return rows, walk.float_seconds
+    return rows, float_seconds
 
 
-class _NormWalk:
-    """The forwards of all batches, each paused in front of a BatchNorm."""
+def _passes_over(
+    sim: QuantSim, scheduler: Scheduler, data: Iterable[Any], forward: Forward | None, progress: bool
+) -> tuple[list[PausedForward], float]:
+    """Return a simulated forward of each batch, and the seconds that all would take in float, as the first one did."""
 
-    def __init__(self, sim: QuantSim, forward: Forward | None) -> None:
-        self._sim, self._forward = sim, forward
-        self._scheduler = Scheduler(sim.runtime)
-        self._passes: list[PausedForward] = []
-        self.float_seconds = 0.0
+    def run(number: int, batch: Any) -> None:
+        feed(sim.model, batch, sim.example, forward, f"batch {number}")
 
-    def load_batches(self, data: Iterable[Any], progress: bool) -> None:
-        """Read the batches, and run the first one to find what forwards set on modules.
+    def first() -> None:
+        with sim.float_phase():
+            run(*batches[0])
 
-        From then on, each forward has its own values there.
-        """
-        batches = list(progress_over(data, "BatchNorm", progress))
-        random, start = torch.get_rng_state(), time.perf_counter()
+    batches, start = list(progress_over(data, "BatchNorm", progress)), time.perf_counter()
+    scheduler.learn_attributes(sim.model, first)
+    seconds = (time.perf_counter() - start) * len(batches)
+    return [scheduler.add(number, partial(run, number, batch), "quantize") for number, batch in batches], seconds
 
-        def first() -> None:
-            with self._sim.float_phase():
-                self._feed(*batches[0])
 
-        try:
-            self._scheduler.attributes = attributes_set_by(self._sim.model, first)
-        finally:
-            torch.set_rng_state(random)
-        self.float_seconds = (time.perf_counter() - start) * len(batches)
-        for number, batch in batches:
-            self._passes.append(self._scheduler.add(number, partial(self._feed, number, batch), "quantize"))
-
-    def pause(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Pause a forward in front of a BatchNorm, from its hook."""
-        self.pause_at(path, args[0] if args else kwargs["input"])
-
-    def pause_at(self, path: str, x: Tensor) -> None:
-        """Pause a forward in front of a BatchNorm that is about to get x."""
-        self._scheduler.pause((path, x))
-
-    def run(self, together: Together) -> Rows:
-        """Run all forwards to their ends and return the rows of the report."""
-        rows: dict[str, dict[str, Any]] = {}
-        seen: dict[str, ChannelStatistics] = {}  # statistics over all calls of a BatchNorm so far
-        try:
-            for one in self._passes:
-                self._scheduler.resume(one)
-            while paused := [one for one in self._passes if not one.finished]:
-                path = paused[0].at[0]
-                there, start = [one for one in paused if one.at[0] == path], time.perf_counter()
-                try:
-                    parts = [_statistics(one.at[1]) for one in there]
-                    before = [seen[path]] if path in seen else []
-                    statistics = seen[path] = merge([*before, together(path, merge(parts))])
-                    error, note = _write(self._sim, path, statistics)
-                except DataError as failed:
-                    raise DataError(f"{failed} (batches {', '.join(str(one.number) for one in there)})") from failed
-                for one in there:
-                    self._scheduler.resume(one)
-                spent = time.perf_counter() - start + (rows[path]["seconds"] if path in rows else 0.0)
-                rows[path] = _row(path, rows[path]["error_before"] if path in rows else error, spent, note)
-        finally:
-            self._scheduler.close()
-        return list(rows.values())
-
-    def _feed(self, number: int, batch: Any) -> None:
-        feed(self._sim.model, batch, self._sim.example, self._forward, f"batch {number}")
+def _estimate_in_turn(
+    sim: QuantSim, scheduler: Scheduler, passes: Sequence[PausedForward], together: Together
+) -> Iterable[dict[str, Any]]:
+    """Run all forwards to their ends, each BatchNorm estimated when the first is paused there; return the rows."""
+    rows: dict[str, dict[str, Any]] = {}
+    seen: dict[str, ChannelStatistics] = {}  # statistics over all calls of a BatchNorm so far
+    try:
+        for one in passes:
+            scheduler.resume(one)
+        while paused := [one for one in passes if not one.finished]:
+            path = paused[0].at[0]
+            there, start = [one for one in paused if one.at[0] == path], time.perf_counter()
+            try:
+                parts = [_statistics(one.at[1]) for one in there]
+                before = [seen[path]] if path in seen else []
+                statistics = seen[path] = merge([*before, together(path, merge(parts))])
+                error, note = _write(sim, path, statistics)
+            except DataError as failed:
+                raise DataError(f"{failed} (batches {', '.join(str(one.number) for one in there)})") from failed
+            for one in there:
+                scheduler.resume(one)
+            spent = time.perf_counter() - start + (rows[path]["seconds"] if path in rows else 0.0)
+            rows[path] = _row(path, rows[path]["error_before"] if path in rows else error, spent, note)
+    finally:
+        scheduler.close()
+    return rows.values()
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -171,18 +157,6 @@ def same_everywhere(sim: QuantSim, of_first_rank: Callable[[Any], Any]) -> None:
     if stored:
         for buffer, value in zip(stored, of_first_rank([x.cpu().numpy() for x in stored]), strict=True):
             buffer.copy_(torch.from_numpy(value))
-
-
-@contextmanager
-def _input_hooks(stops: Mapping[TrainableBatchNorm, Callable[[Tensor], None]]) -> Iterator[None]:
-    """Call these with the inputs of active BatchNorms, inside the block."""
-    try:
-        for trainable, stop in stops.items():
-            trainable.input_hook = stop
-        yield
-    finally:
-        for trainable in stops:
-            trainable.input_hook = None
 
 
 @contextmanager

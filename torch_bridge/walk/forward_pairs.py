@@ -21,7 +21,7 @@ from qsdk.core.sims.biases import float_biases
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.walk.layer_weights import LayerWeights
-from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by
+from torch_bridge.walk.paused_forward import PausedForward, Scheduler
 
 _PRODUCTS = frozenset(
     {functional.linear, torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm}
@@ -37,11 +37,7 @@ class FloatProducts(TorchFunctionMode):
         self._dtypes = frozenset(dtypes)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Widen the operands of a product and round its result; call anything else as it is."""
         given = kwargs or {}
@@ -233,20 +229,13 @@ class ForwardPairs:
         return self._scheduler.running
 
     def run_first_batch(self, inside: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Run the first batch in float, inside a context, and find what forwards set on modules.
-
-        From then on, each forward has its own values there.
-        """
+        """Run the first batch in float, inside a context, and find what forwards set on modules."""
 
         def run() -> None:
             with float_products(self._sim.model), inside(), self._sim.float_phase():
                 self._feed(*self._first)
 
-        random = torch.get_rng_state()
-        try:
-            self._scheduler.attributes = attributes_set_by(self._sim.model, run)
-        finally:
-            torch.set_rng_state(random)
+        self._scheduler.learn_attributes(self._sim.model, run)
 
     @contextmanager
     def started(self, modes: dict[bool, TorchFunctionMode] | None = None) -> Iterator[list[PausedForward]]:

@@ -6,7 +6,7 @@ inputs; after it has been solved and written they go on, the float ones with the
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -231,13 +231,10 @@ class _ReadCounts:
 @contextmanager
 def hooks_before_layers(sim: QuantSim, hooked_layers: HookedLayers, on_layer: LayerCallback) -> Iterator[None]:
     """Call back before modules and recurrent ops read a layer's input, inside the block."""
-    runtime, handles = sim.runtime, []
+    runtime = sim.runtime
 
-    def before(site: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            on_layer(site, args[0] if args else kwargs["input"])
-
-        return hook
+    def before(site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on_layer(site, args[0] if args else kwargs["input"])
 
     def recurrent(module: nn.RNNBase, layer: int, x: Tensor, states: list[Tensor]) -> None:
         path, directions = state_of(module).path, len(direction_suffixes(module))
@@ -247,18 +244,15 @@ def hooks_before_layers(sim: QuantSim, hooked_layers: HookedLayers, on_layer: La
         if hidden in hooked_layers.by_site:
             on_layer(hidden, hidden_weight_inputs(module, runtime, layer, x, states))
 
-    try:
+    with ExitStack() as hooks:
         for site, hooked in hooked_layers.by_site.items():
             if hooked.module is not None:
-                handles.append(hooked.module.register_forward_pre_hook(before(site), with_kwargs=True))
+                hooks.callback(hooked.module.register_forward_pre_hook(partial(before, site), with_kwargs=True).remove)
         for module in _recurrent_modules(sim, hooked_layers):
-            handles.append(module.register_forward_pre_hook(_run_layer_by_layer, with_kwargs=True))
+            hooks.callback(module.register_forward_pre_hook(_run_layer_by_layer, with_kwargs=True).remove)
+        hooks.callback(setattr, runtime, "recurrent_hook", None)
         runtime.recurrent_hook = recurrent
         yield
-    finally:
-        runtime.recurrent_hook = None
-        for handle in handles:
-            handle.remove()
 
 
 def _recurrent_modules(sim: QuantSim, hooked_layers: HookedLayers) -> list[nn.RNNBase]:
@@ -292,11 +286,7 @@ class WeightReadMode(TorchFunctionMode):
         self._keys, self._on_layer = keys, on_layer
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Look at the operands of a function, then run it."""
         named = kwargs or {}

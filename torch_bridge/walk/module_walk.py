@@ -1,8 +1,9 @@
 """A walk over modules of a sim, such as its blocks, in the order they run, with their float and quantized arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,26 +163,16 @@ def walk_modules(
 @contextmanager
 def _hooks_around(sim: QuantSim, paths: Sequence[str], reached: Callable[[_PausePoint], Any]) -> Iterator[None]:
     """Call back before and after each call of a module, inside the block."""
-    handles = []
 
-    def before(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            reached(_PausePoint(path, Arguments(args, kwargs)))
+    def before(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reached(_PausePoint(path, Arguments(args, kwargs)))
 
-        return hook
+    def after(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        reached(_PausePoint(path, Arguments(args, kwargs), result, after=True))
 
-    def after(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            reached(_PausePoint(path, Arguments(args, kwargs), result, after=True))
-
-        return hook
-
-    try:
+    with ExitStack() as hooks:
         for path in paths:
             module = sim.model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(after(path), with_kwargs=True))
+            hooks.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(after, path), with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

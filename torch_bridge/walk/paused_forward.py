@@ -7,7 +7,7 @@ and the memory in use is what the passes hold where they are paused.
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,6 +165,14 @@ class Scheduler:
         self._passes: list[PausedForward] = []
         self._before = self._current_state()
 
+    def learn_attributes(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        """Run a function to find what forwards set on modules: each pass has its own values there from now on."""
+        random = torch.get_rng_state()
+        try:
+            self.attributes = attributes_set_by(model, run)
+        finally:
+            torch.set_rng_state(random)
+
     def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> PausedForward:
         """Return a new pass that starts when it is first resumed; one with a visitor is of the quantized model."""
         now, quantizes = self._current_state(), visitor is not None
@@ -275,25 +283,3 @@ def attributes_set_by(model: nn.Module, run: Callable[[], Any]) -> list[tuple[di
                 part.clear()
                 part.update(old)
     return changed
-
-
-@contextmanager
-def hooks_before_modules(
-    hooks: Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
-) -> Iterator[None]:
-    """Call hooks with the arguments of every call of a module, after the hooks that the modules have."""
-    handles = []
-    try:
-        for module, hook in hooks.items():
-            handles.append(module.register_forward_pre_hook(_without_module(hook), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _without_module(hook: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., None]:
-    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hook(args, kwargs)
-
-    return call

@@ -294,18 +294,6 @@ def test_a_rule_that_names_a_batch_norm_keeps_it():
         sim_of(model, example, w8a8().skip("bn3"))
 
 
-@pytest.mark.slow
-def test_a_folded_layer_has_the_bias_that_the_batch_norm_brings():
-    model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
-    sim = calibrated(model, example)
-    assert sim.model.conv1.bias is not None
-    assert sim.plan.decisions["conv1:bias"].bias_of == ("x:input", "conv1:weight")
-    factor = model.bn1.weight / torch.sqrt(model.bn1.running_var + model.bn1.eps)
-    torch.testing.assert_close(sim.model.conv1.bias, model.bn1.bias - model.bn1.running_mean * factor)
-    torch.testing.assert_close(sim.model.conv1.weight, model.conv1.weight * factor.reshape(-1, 1, 1, 1))
-    assert sim.plan.decisions["relu.0:output"].reason == "Conv+Relu"
-
-
 def test_a_negative_gamma_is_folded_with_its_sign():
     model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
     model.bn1.weight.data.abs_().neg_()
@@ -327,22 +315,3 @@ def test_in_place_folding_keeps_the_parameter_objects():
     sim = sim_of(model, example, in_place=True)
     assert sim.model.conv1.weight is weight
     assert difference(sim, reference, example) <= 1e-5
-
-
-@pytest.mark.slow
-def test_a_bottleneck_of_aliases_is_folded_once():
-    class Aliased(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3)
-            self.features = nn.Sequential(self.conv, self.bn)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.features(x)
-
-    model = randomized(Aliased())
-    sim = sim_of(model, seeded(2, 2, 5))
-    assert sim.coverage().summary["folded"] == 1
-    assert isinstance(sim.model.bn, nn.Identity)
-    assert isinstance(sim.model.features[1], nn.Identity)
-    assert difference(sim, model, seeded(2, 2, 5)) <= 1e-5

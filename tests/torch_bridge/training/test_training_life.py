@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 from torch_models import ConvNet, calibrated, same_encodings, seeded
-from training_models import loss_of, same_gradients, steps
+from training_models import loss_of, same_gradients
 
 from qsdk import calibrate
 from qsdk.core.config.config import w8a16
@@ -304,25 +304,6 @@ def test_a_module_that_is_put_in_later_computes_in_float_and_is_not_exported(sim
     assert "came into the model" in sim.coverage().summary["fc (Linear)"]
     with pytest.raises(ExportError, match=r"fc \(Linear\) came into the model after"):
         sim.traced()
-
-
-def test_two_trainings_in_a_row_are_one(sim: QuantSim):
-    """Scales that were learned are where the next training starts."""
-    batches = [seeded(4, 3, 6, 6, seed=seed) for seed in range(4)]
-    parts = copy.deepcopy(sim)
-    for some in (batches[:2], batches[2:]):
-        steps(parts, some, lr=0.05)
-    assert torch.isfinite(parts(X)).all()
-    assert not same_encodings(parts, sim)
-
-
-def test_an_error_in_the_loop_leaves_a_sim_that_can_be_used(sim: QuantSim):
-    before, out = sim.encodings, sim(X)
-    with pytest.raises(RuntimeError, match="channels"), sim.training(learn_scales=True) as model:
-        model(X[:, :2])
-    assert sim.encodings == before
-    assert torch.equal(sim(X), out)
-    assert not any("log2" in name or "steps" in name for name in sim.model.state_dict())
 
 
 def test_neither_a_second_optimizer_nor_that_of_another_model_is_counted(sim: QuantSim):
