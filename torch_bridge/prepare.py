@@ -14,9 +14,15 @@ from torch import Tensor, nn
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ModelError
 from qsdk.core.site import owner_of, port_of, site_name
-from torch_bridge.folding.batch_norm import Fold, apply_fold, output_statistics_of, statistics_of
+from torch_bridge.folding.batch_norm import (
+    Fold,
+    TrainableBatchNorm,
+    apply_fold,
+    output_statistics_of,
+    statistics_of,
+    trainable_norm_of,
+)
 from torch_bridge.folding.computed_weights import ComputedTensor, fold_computed_tensors
-from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, trainable_norm_of
 from torch_bridge.sites.calls import RecordedCall, TrainingCalls, Visitor
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.sites.runtime_state import WrittenSites

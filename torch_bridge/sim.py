@@ -28,31 +28,28 @@ from torch_bridge.prepare import PreparedModel
 from torch_bridge.quantizers.fake_quant import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.stored_weights import GivenWeights, copy_tensors, restore_tensors, write_stored
+from torch_bridge.stored_weights import GivenWeights, WeightFiles, copy_tensors, restore_tensors, write_stored
 from torch_bridge.torch_values.batches import Example, as_example, other_dtype
 from torch_bridge.torch_values.layers import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
 from torch_bridge.torch_values.sharding import require_not_sharded
 from torch_bridge.tracing.trace import Trace, fingerprint, trace_marked
-from torch_bridge.training.batch_norm_training import (
-    active_norms,
-    fold_norms,
-    reasons_to_stay_folded,
-    restore_affine_of_folded,
-    temporarily_folded,
-    unfolded_norms,
-)
 from torch_bridge.training.training import (
     ScheduleState,
+    active_norms,
     eval_mode,
+    fold_norms,
     guard_values,
     holding_values,
     leave_training,
     parameter_groups,
+    reasons_to_stay_folded,
     require_weights_unwritten,
+    restore_affine_of_folded,
+    temporarily_folded,
     training,
+    unfolded_norms,
 )
-from torch_bridge.weight_files import WeightFiles
 from torch_bridge.wrapping.wrapped_state import link_sim, state_of
 from torch_bridge.wrapping.wrapper import float_class, foreign_modules, unwrap_model
 

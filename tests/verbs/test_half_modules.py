@@ -27,7 +27,7 @@ from qsdk.verbs.doors.choose import door_of
 from torch_bridge.calibrate import stored_values
 from torch_bridge.data_passes import captures
 from torch_bridge.torch_values.parameters import stored_tensor
-from torch_bridge.walk.layer_weights import LayerWeights
+from torch_bridge.walk.forward_pairs import LayerWeights
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float64]

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from qsdk.core.errors import DataError
 from qsdk.core.ranges.statistics import ChannelStatistics, Together, deviation, merge
 from qsdk.core.site import site_name
-from torch_bridge.folding.batch_norm import factor_of, statistics_of
-from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm
+from torch_bridge.folding.batch_norm import TrainableBatchNorm, factor_of, statistics_of
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_weights import copy_tensors, restore_tensors
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.torch_values.parameters import held_tensor
-from torch_bridge.training.batch_norm_training import active_norms
-from torch_bridge.training.training import eval_mode
+from torch_bridge.training.training import active_norms, eval_mode
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler
 from torch_bridge.wrapping.wrapped_state import is_batch_norm
 

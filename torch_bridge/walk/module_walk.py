@@ -13,8 +13,7 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward
 from torch_bridge.torch_values.pytree import clone_tensors
 from torch_bridge.training.training import eval_mode
-from torch_bridge.walk.forward_pairs import ForwardPairs
-from torch_bridge.walk.layer_weights import LayerWeights
+from torch_bridge.walk.forward_pairs import ForwardPairs, LayerWeights
 from torch_bridge.walk.paused_forward import PausedForward
 
 

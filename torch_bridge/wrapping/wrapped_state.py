@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from qsdk.core.layers.expected_means import FoldedNorm
-from torch_bridge.folding.batch_norm import Fold
+from torch_bridge.folding.batch_norm import Fold, TrainableBatchNorm
 from torch_bridge.folding.computed_weights import ComputedTensor
-from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.layers import online_rotations

@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from qsdk.core.errors import ModelError
 from qsdk.core.missing_names import OF_MODULES, quantizers_of
 from qsdk.core.site import site_name
-from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint, run_without_normalization
+from torch_bridge.folding.batch_norm import (
+    TrainableBatchNorm,
+    fold_norm_in_checkpoint,
+    read_norm_from_checkpoint,
+    run_without_normalization,
+)
 from torch_bridge.folding.computed_weights import fold_computed_in_checkpoint
-from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, read_norm_from_checkpoint
 from torch_bridge.quantizers.quantizer import adapt_learned_state, keeping_float32, prepare_buffers
 from torch_bridge.sites.functional import relu_ceiling, run_batch_norm, with_one_rounding
 from torch_bridge.sites.recurrent import run_cell, run_recurrent

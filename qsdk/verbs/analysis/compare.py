@@ -22,7 +22,7 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, Forward, run_of
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.doors.onnx_door import require_no_forward
-from torch_bridge.named_values import ModuleValues
+from torch_bridge.data_passes import ModuleValues
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import progress_over
 

@@ -21,9 +21,9 @@ from torch_bridge import saved
 from torch_bridge.attach import compare_sites
 from torch_bridge.prepare import PreparedModel, prepare, trace_and_number
 from torch_bridge.sim import QuantSim
+from torch_bridge.stored_weights import WeightFiles
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.layers import online_rotations, unbounded_paths
-from torch_bridge.weight_files import WeightFiles
 from torch_bridge.wrapping.wrapped_state import link_sim, weights_digest
 
 #: the name of a sim beside the checkpoint of its model

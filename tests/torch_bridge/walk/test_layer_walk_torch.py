@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_models import calibrated, seeded
 
-from qsdk import quantize
 from qsdk.core.config.config import w4a8
 from qsdk.core.errors import DataError
 from torch_bridge.sim import QuantSim

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import qsdk
-from torch_bridge.weight_files import WeightFiles
+from torch_bridge.stored_weights import WeightFiles
 from torch_bridge.workarounds.mapped_pages import mapped_ranges, release_pages
 
 DATA = token_rows(3, 12, VOCABULARY)
