@@ -296,19 +296,6 @@ def test_a_block_that_got_worse_stays_as_it_was() -> None:
     assert_same(before, state(sim))
 
 
-def test_a_scale_that_is_shared_with_a_site_outside_of_the_block_is_left(monkeypatch) -> None:
-    sim, errors = residual_sim(), iter(range(9, 0, -1))
-    monkeypatch.setattr(BlockRun, "error", lambda *_: float(next(errors)))  # so that what was learned is kept
-    shared = {d.tied_to for d in sim.plan.decisions.values() if d.tied_to and not d.site.startswith("3")}
-    shared = {site for site in shared if site.startswith("3")}
-    before = {site: q.encoding() for site, q in sim.quantizers.items() if q.owns_encoding and site.startswith("3")}
-    qsdk.tune_blocks(sim, images(), blocks=["3"], learn=("scales",), iterations=10, progress=False)
-    changed = {site for site, encoding in before.items() if sim.quantizers[site].encoding() != encoding}
-    assert shared
-    assert changed
-    assert not changed & shared
-
-
 class Shared(nn.Module):
     """A block that is called twice, and two blocks that share a weight."""
 
