@@ -13,6 +13,7 @@ from strategies import FLOAT8, INTEGERS, MINIFLOATS, Case, cases, minifloat_valu
 from torch import Tensor, nn
 from torch_models import ConvNet, EncoderModel, calibrated, seeded, sim_of
 
+from qsdk import calibrate
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import DTYPES, DType, float4e2m1, int8, int32
