@@ -11,14 +11,8 @@ import numpy as np
 
 from onnx_backend.integer.fixed_point.int32 import (
     Int32,
-    add,
-    cut,
-    looked_up,
-    multiply,
-    shifted,
-    subtract,
+    of_constant,
 )
-from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import Array
 
 #: Bounds of the relative errors.
@@ -29,40 +23,40 @@ _BELOW, _UNSEEN = 19, 9
 _FINER = 14
 
 
-def reciprocal_of_mantissa(ctx: LoweringContext, mantissa: Int32) -> Int32:
+def reciprocal_of_mantissa(mantissa: Int32) -> Int32:
     """Write `2**59 / m`, in 2**29..2**30, for m in 2**29..2**30-1."""
-    seed = _seed(ctx, mantissa, lambda m: 2.0**45 / m)  # 2**15..2**16, off by 0.56 at most
-    low, high = cut(ctx, mantissa, 15)
-    whole = multiply(ctx, high, seed, (0, (1 << 30) + (1 << 15)))
-    rest = shifted(ctx, multiply(ctx, low, seed, (0, (1 << 31) - 1)), 15)
-    reached = add(ctx, whole, rest, ((1 << 30) - (1 << 15), (1 << 30) + (1 << 15)))
-    residue = subtract(ctx, (1 << 30) + (1 << 16) + 1, reached)
-    return _corrected(ctx, seed, residue, (1 << 14) - 1)
+    seed = _seed(mantissa, lambda m: 2.0**45 / m)  # 2**15..2**16, off by 0.56 at most
+    low, high = mantissa.cut(15)
+    whole = high.times(seed, (0, (1 << 30) + (1 << 15)))
+    rest = low.times(seed, (0, (1 << 31) - 1)).shifted(15)
+    reached = whole.plus(rest, ((1 << 30) - (1 << 15), (1 << 30) + (1 << 15)))
+    residue = of_constant(mantissa.ctx, (1 << 30) + (1 << 16) + 1).minus(reached)
+    return _corrected(seed, residue, (1 << 14) - 1)
 
 
-def root_of_mantissa(ctx: LoweringContext, mantissa: Int32) -> Int32:
+def root_of_mantissa(mantissa: Int32) -> Int32:
     """Write `2**44 / sqrt(m)`, in 2**29..2**30, for m in 2**28..2**30-1."""
-    seed = _seed(ctx, mantissa, lambda m: 2.0**29 / np.sqrt(m))  # 2**14..2**15, off by 0.56 at most
-    low, high = cut(ctx, mantissa, 15)
-    square = multiply(ctx, seed, seed)
-    square_low, square_high = cut(ctx, square, 15)
-    sides = [multiply(ctx, high, square_low), multiply(ctx, low, square_high)]
-    across = shifted(ctx, add(ctx, sides[0], sides[1], (0, (1 << 31) - 1)), 13)
-    whole = multiply(ctx, multiply(ctx, high, square_high, (0, (1 << 28) + (1 << 15))), 4)
-    reached = add(ctx, whole, across, ((1 << 30) - (1 << 17) + 8, (1 << 30) + (1 << 17) - 8))
-    residue = subtract(ctx, (1 << 30) + (1 << 17), reached)
-    return _corrected(ctx, seed, residue, (1 << 15) - 2)
+    seed = _seed(mantissa, lambda m: 2.0**29 / np.sqrt(m))  # 2**14..2**15, off by 0.56 at most
+    low, high = mantissa.cut(15)
+    square = seed.times(seed)
+    square_low, square_high = square.cut(15)
+    sides = [high.times(square_low), low.times(square_high)]
+    across = sides[0].plus(sides[1], (0, (1 << 31) - 1)).shifted(13)
+    whole = high.times(square_high, (0, (1 << 28) + (1 << 15))).times(4)
+    reached = whole.plus(across, ((1 << 30) - (1 << 17) + 8, (1 << 30) + (1 << 17) - 8))
+    residue = of_constant(mantissa.ctx, (1 << 30) + (1 << 17)).minus(reached)
+    return _corrected(seed, residue, (1 << 15) - 2)
 
 
-def _corrected(ctx: LoweringContext, seed: Int32, residue: Int32, times: int) -> Int32:
+def _corrected(seed: Int32, residue: Int32, times: int) -> Int32:
     """Write `seed * times + seed * residue / 2**16`: the factor has the residue's bias taken off."""
-    quarter = shifted(ctx, residue, 2)
-    product = multiply(ctx, seed, quarter, (0, (1 << 31) - (1 << 14)))
-    correction = shifted(ctx, add(ctx, product, 1 << 13), 14)
-    return add(ctx, multiply(ctx, seed, times), correction, ((1 << 29) - 64, 1 << 30))
+    quarter = residue.shifted(2)
+    product = seed.times(quarter, (0, (1 << 31) - (1 << 14)))
+    correction = product.plus(1 << 13).shifted(14)
+    return seed.times(times).plus(correction, ((1 << 29) - 64, 1 << 30))
 
 
-def _seed(ctx: LoweringContext, mantissa: Int32, function: Callable[[Array], Array]) -> Int32:
+def _seed(mantissa: Int32, function: Callable[[Array], Array]) -> Int32:
     """Write the nearest integers to a function that falls, by straight lines between the multiples of 2**19."""
     first, last = mantissa.lo >> _BELOW, mantissa.hi >> _BELOW
     lines = np.maximum(np.arange(last + 2, dtype=np.float64), first)  # those below the first are not looked up
@@ -71,8 +65,8 @@ def _seed(ctx: LoweringContext, mantissa: Int32, function: Callable[[Array], Arr
     steps = 1 << (_BELOW - _UNSEEN)
     slopes = np.rint((knots[:-1] - knots[1:]) / steps).astype(np.int64)
     bases = np.rint(knots[:-1]).astype(np.int64) + (1 << (_FINER - 1))
-    within, line = cut(ctx, shifted(ctx, mantissa, _UNSEEN), _BELOW - _UNSEEN)
-    fall = multiply(ctx, looked_up(ctx, slopes, line), within)
+    within, line = mantissa.shifted(_UNSEEN).cut(_BELOW - _UNSEEN)
+    fall = line.looked_up(slopes).times(within)
     top = int(knots[0]) + (1 << (_FINER - 1))
-    height = subtract(ctx, looked_up(ctx, bases, line), fall, (int(knots[-1]), top))
-    return shifted(ctx, height, _FINER)
+    height = line.looked_up(bases).minus(fall, (int(knots[-1]), top))
+    return height.shifted(_FINER)

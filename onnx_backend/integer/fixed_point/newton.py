@@ -130,7 +130,7 @@ def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
         return reciprocal(ctx, square_root(ctx, value))
     top = ctx.cast(_shifted_right(ctx, shifted.name, 32), TensorProto.INT32)
     ctx.proven[top] = 1 << 28, (1 << 30) - 1
-    quotient = ctx.cast(root_of_mantissa(ctx, Int32(top, *ctx.proven[top])).name, TensorProto.INT64)  # 2**29..2**30
+    quotient = ctx.cast(root_of_mantissa(Int32(ctx, top, *ctx.proven[top])).name, TensorProto.INT64)  # 2**29..2**30
     above = ctx.node("Sub", [shifted.shift, ctx.constant(shifted.least, np.int32)])
     half = ctx.shifted_right(ctx.cast(above, TensorProto.UINT32), 1, np.uint32)
     name = _raised(ctx, quotient, half)

@@ -5,7 +5,6 @@ import pytest
 from exact_integer import integers_of, surroundings
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.integer.fixed_point import int32
 from onnx_backend.integer.fixed_point.int32 import Int32
 from onnx_backend.integer.fixed_point.mantissas import RECIPROCAL, ROOT, reciprocal_of_mantissa, root_of_mantissa
 from onnx_backend.integer.ir.values import FixedPoint, Refused
@@ -26,7 +25,7 @@ def mantissas(lo, hi):
 
 def written(function, values, bounds):
     def of(ctx, x):
-        found = function(ctx, Int32(x.name, *bounds))
+        found = function(Int32(ctx, x.name, *bounds))
         return FixedPoint(found.name, np.ones(()), found.lo, found.hi, narrow=True)
 
     return integers_of(of, values, bounds=[bounds], narrow=True)
@@ -51,7 +50,7 @@ def test_every_step_is_within_the_bounds_that_the_portable_target_takes_for_prov
     kept = {}
 
     def of(ctx, x):
-        found = function(ctx, Int32(x.name, lo, (1 << 30) - 1))
+        found = function(Int32(ctx, x.name, lo, (1 << 30) - 1))
         kept.update(ctx=ctx)
         return FixedPoint(found.name, np.ones(()), found.lo, found.hi, narrow=True)
 
@@ -76,17 +75,17 @@ def every_step(b, values):
 
 def test_a_product_that_leaves_int32_is_refused_unless_its_bounds_are_known():
     ctx = surroundings(x=(2,))
-    x = Int32("x", 0, 1 << 16)
+    x = Int32(ctx, "x", 0, 1 << 16)
     with pytest.raises(Refused, match="can reach 4294967296"):
-        int32.multiply(ctx, x, x)
-    assert int32.multiply(ctx, x, x, (0, 5)).hi == 5
+        x.times(x)
+    assert x.times(x, (0, 5)).hi == 5
     with pytest.raises(Refused, match="can be negative"):
-        int32.shifted(ctx, Int32("x", -1, 4), 1)
+        Int32(ctx, "x", -1, 4).shifted(1)
     with pytest.raises(Refused, match="its sums can reach"):
-        int32.summed(ctx, x, [0], (0, 1 << 31))
+        x.summed([0], (0, 1 << 31))
 
 
 def test_the_square_of_a_number_is_not_negative():
     ctx = surroundings(x=(2,))
-    x = Int32("x", -3, 2)
-    assert (int32.multiply(ctx, x, x).lo, int32.multiply(ctx, x, x).hi) == (0, 9)
+    x = Int32(ctx, "x", -3, 2)
+    assert (x.times(x).lo, x.times(x).hi) == (0, 9)

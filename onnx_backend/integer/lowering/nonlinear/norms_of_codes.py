@@ -13,7 +13,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import ROOM, add_constant
-from onnx_backend.integer.fixed_point.int32 import Int32, add, multiply, shifted, spread_over, subtract, summed
+from onnx_backend.integer.fixed_point.int32 import Int32
 from onnx_backend.integer.fixed_point.newton import reciprocal_root
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import FixedPoint, Lookup, Value
@@ -73,16 +73,16 @@ def normalized_codes(
 
 
 def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count: int) -> _Rows:
-    u = Int32(ctx.cast(codes, TensorProto.INT32), 0, hi)
+    u = Int32(ctx, ctx.cast(codes, TensorProto.INT32), 0, hi)
     share = round((1 << _MEAN) / count)
     off = 0.5 + hi * count * 0.5 / (1 << _MEAN)
-    total = summed(ctx, u, axes, (0, hi * count), count)
-    near = shifted(ctx, add(ctx, multiply(ctx, total, share), 1 << (_MEAN - 1)), _MEAN)
-    beside = subtract(ctx, u, spread_over(ctx, near, axes), (-hi, hi))
+    total = u.summed(axes, (0, hi * count), count)
+    near = total.times(share).plus(1 << (_MEAN - 1)).shifted(_MEAN)
+    beside = u.minus(near.spread_over(axes), (-hi, hi))
     most = math.floor(count * (hi**2 / 4 + off**2)) + 1
-    squares = summed(ctx, multiply(ctx, beside, beside), axes, (0, most), count)
+    squares = beside.times(beside).summed(axes, (0, most), count)
     bound = math.floor(count * off) + 1
-    rest = subtract(ctx, total, multiply(ctx, near, count), (-bound, bound))
+    rest = total.minus(near.times(count), (-bound, bound))
     wide = ctx.cast(rest.name, TensorProto.INT64)
     # equal codes are their mean, so that their squares are 0, and only theirs; of others the variance is n - 1 or more
     filled = ctx.node("Max", [squares.name, ctx.constant(1, np.int32)])
@@ -114,14 +114,14 @@ def _scaled(ctx: LoweringContext, rows: _Rows, inverse: FixedPoint, facts: tuple
     ctx.proven[lowered] = (lift << unit) - largest, (lift << unit) + largest
     ends = (0, (count * inverse.hi << spare) >> unit), (0, 2 * lift)
     halves = [_halves(ctx, name, down, bounds) for name, bounds in zip((factor, lowered), ends, strict=True)]
-    (k_low, k), (q_low, q) = ([spread_over(ctx, part, axes) for part in pair] for pair in halves)
+    (k_low, k), (q_low, q) = ([part.spread_over(axes) for part in pair] for pair in halves)
     c, steps = rows.beside, 1 << _BELOW
-    raised = add(ctx, q_low, c.hi * steps + steps // 2)  # so that it is not negative with the product
-    below = add(ctx, multiply(ctx, c, k_low), raised, (0, 2 * (c.hi + 1) * steps))
-    lowered_q = subtract(ctx, q, lift + c.hi)
+    raised = q_low.plus(c.hi * steps + steps // 2)  # so that it is not negative with the product
+    below = c.times(k_low).plus(raised, (0, 2 * (c.hi + 1) * steps))
+    lowered_q = q.minus(lift + c.hi)
     most = top + lift + c.hi + 2
-    above = add(ctx, multiply(ctx, c, k, (-most, most)), shifted(ctx, below, _BELOW), (-most - c.hi, most + c.hi))
-    return add(ctx, above, lowered_q, (-top, top)).name
+    above = c.times(k, (-most, most)).plus(below.shifted(_BELOW), (-most - c.hi, most + c.hi))
+    return above.plus(lowered_q, (-top, top)).name
 
 
 def _halves(ctx: LoweringContext, name: str, down: int, bounds: tuple[int, int]) -> list[Int32]:
@@ -133,4 +133,4 @@ def _halves(ctx: LoweringContext, name: str, down: int, bounds: tuple[int, int])
     above = ctx.shifted_right(wide, _BELOW)
     high = ctx.cast(above, TensorProto.INT32)
     ctx.proven[high] = bounds
-    return [Int32(low, 0, (1 << _BELOW) - 1), Int32(high, *bounds)]
+    return [Int32(ctx, low, 0, (1 << _BELOW) - 1), Int32(ctx, high, *bounds)]

@@ -10,13 +10,6 @@ import numpy as np
 from onnx_backend.integer.fixed_point.fixed_arithmetic import gather_table
 from onnx_backend.integer.fixed_point.int32 import (
     Int32,
-    add,
-    cut,
-    looked_up,
-    multiply,
-    shifted,
-    spread_over,
-    summed,
 )
 from onnx_backend.integer.fixed_point.mantissas import RECIPROCAL, reciprocal_of_mantissa
 from onnx_backend.integer.ir.context import LoweringContext
@@ -44,40 +37,36 @@ def shares(ctx: LoweringContext, index: str, table: Array, axis: int, length: in
         missing: a bool tensor without the axis, true for rows whose shares are 0; empty if there are none.
     """
     halves = (table & ((1 << _HALF) - 1), table >> _HALF)
-    low, high = (Int32(gather_table(ctx, part, index, index), 0, int(part.max())) for part in halves)
+    low, high = (Int32(ctx, gather_table(ctx, part, index, index), 0, int(part.max())) for part in halves)
     for part in (low, high):
         ctx.proven[part.name] = part.lo, part.hi
-    sum_of_low = summed(ctx, low, [axis], (0, length << _HALF), length)
-    inverse = _reciprocal(ctx, sum_of_low, _sum_of_high(ctx, high, axis, length))
+    sum_of_low = low.summed([axis], (0, length << _HALF), length)
+    inverse = _reciprocal(sum_of_low, high.summed([axis], (1 << _HALF, length << _HALF), length))
     if missing:
         zero = ctx.constant(0, np.int32)
-        inverse = Int32(ctx.node("Where", [missing, zero, inverse.name]), 0, inverse.hi)
+        inverse = Int32(ctx, ctx.node("Where", [missing, zero, inverse.name]), 0, inverse.hi)
         ctx.proven[inverse.name] = 0, inverse.hi
-    small, large = (spread_over(ctx, part, [axis]) for part in cut(ctx, inverse, _HALF))
+    small, large = (part.spread_over([axis]) for part in inverse.cut(_HALF))
     # a reciprocal of 2**30 has no small half, and an exponential of 2**30 no low one: the sum stays below 2**31
     most = (1 << 31) - (1 << 16)
-    sides = multiply(ctx, high, small, (0, most)), multiply(ctx, low, large, (0, most))
-    across = add(ctx, add(ctx, *sides, (0, most)), (1 << _HALF) - 1)
-    found = add(ctx, multiply(ctx, high, large), shifted(ctx, across, _HALF), (0, 1 << BITS))
+    sides = high.times(small, (0, most)), low.times(large, (0, most))
+    across = sides[0].plus(sides[1], (0, most)).plus((1 << _HALF) - 1)
+    found = high.times(large).plus(across.shifted(_HALF), (0, 1 << BITS))
     return found.name
 
 
-def _sum_of_high(ctx: LoweringContext, high: Int32, axis: int, length: int) -> Int32:
-    return summed(ctx, high, [axis], (1 << _HALF, length << _HALF), length)
-
-
-def _reciprocal(ctx: LoweringContext, low: Int32, high: Int32) -> Int32:
+def _reciprocal(low: Int32, high: Int32) -> Int32:
     """Write `2**60 / s` for the sum `s = high * 2**15 + low` of a row, at least 2**30 and below 2**45."""
-    rest, carry = cut(ctx, low, _HALF)
+    rest, carry = low.cut(_HALF)
     length = high.hi >> _HALF
-    whole = add(ctx, high, carry, (high.lo, length << _HALF))
+    whole = high.plus(carry, (high.lo, length << _HALF))
     # shifted left by so much, the sum has 30 bits
     factors = np.asarray([1 << (_HALF - max(i.bit_length(), 1)) for i in range(length + 1)])
-    factor = looked_up(ctx, factors, shifted(ctx, whole, _HALF))
-    raised = multiply(ctx, whole, factor, (1 << (BITS - 1), (1 << BITS) - 1))
-    below = shifted(ctx, add(ctx, multiply(ctx, rest, factor), 1 << (_HALF - 1)), _HALF)
-    mantissa = reciprocal_of_mantissa(ctx, add(ctx, raised, below, (1 << (BITS - 1), 1 << BITS)))
-    small, large = cut(ctx, mantissa, _HALF)
-    top = multiply(ctx, multiply(ctx, large, factor), 2)
-    under = shifted(ctx, add(ctx, multiply(ctx, small, factor), 1 << (_HALF - 2)), _HALF - 1)
-    return add(ctx, top, under, (0, 1 << BITS))
+    factor = whole.shifted(_HALF).looked_up(factors)
+    raised = whole.times(factor, (1 << (BITS - 1), (1 << BITS) - 1))
+    below = rest.times(factor).plus(1 << (_HALF - 1)).shifted(_HALF)
+    mantissa = reciprocal_of_mantissa(raised.plus(below, (1 << (BITS - 1), 1 << BITS)))
+    small, large = mantissa.cut(_HALF)
+    top = large.times(factor).times(2)
+    under = small.times(factor).plus(1 << (_HALF - 2)).shifted(_HALF - 1)
+    return top.plus(under, (0, 1 << BITS))
