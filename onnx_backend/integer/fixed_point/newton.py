@@ -3,9 +3,16 @@
 Each first shifts every element left until its top bit stands at a fixed place, so that the result keeps about 30 bits
 of relative precision over the whole static range (27 of a reciprocal root). They suit reduced tensors (means,
 variances, sums).
+
+Mantissas of 30 bits stay in int32, with static bounds that every step proves: straight lines give about 15 right bits
+of a reciprocal or its root, one step of Newton's method doubles them. The residue `1 - m * r` (or `1 - m * r * r`) is
+computed from products of halves of 15 bits, to about 2**-29; a bias keeps it positive where it is shifted. `RECIPROCAL`
+and `ROOT` bound the relative errors: those of the lines squared, the roundings of the residue, of its product and of
+the result. Both targets write these operators as they are: shifts are divisions of numbers that are not negative.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,12 +26,151 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     require_unmasked,
     single_scale,
 )
-from onnx_backend.integer.fixed_point.int32 import Int32
-from onnx_backend.integer.fixed_point.mantissas import ROOT, root_of_mantissa
 from onnx_backend.integer.fixed_point.to_fixed import clip
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.exact_bounds import ULP
 from onnx_backend.integer.ir.values import Array, FixedPoint, Refused
+
+Bounds = tuple[int, int]
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Int32:
+    """An int32 tensor with the smallest and the largest value that it can have; its methods write nodes.
+
+    Where interval arithmetic says too little, a caller states `within` which bounds a result is proven to be.
+    """
+
+    ctx: LoweringContext
+    name: str
+    lo: int
+    hi: int
+
+    def plus(self, other: "Int32 | int", within: Bounds | None = None) -> "Int32":
+        """Write a sum."""
+        return self._combined("Add", other, within)
+
+    def minus(self, other: "Int32 | int", within: Bounds | None = None) -> "Int32":
+        """Write a difference."""
+        return self._combined("Sub", other, within)
+
+    def times(self, other: "Int32 | int", within: Bounds | None = None) -> "Int32":
+        """Write a product."""
+        return self._combined("Mul", other, within)
+
+    def _combined(self, op_type: str, y: "Int32 | int", within: Bounds | None) -> "Int32":
+        other = of_constant(self.ctx, y) if isinstance(y, int) else y
+        pairs = [(a, b) for a in (self.lo, self.hi) for b in (other.lo, other.hi)]
+        ends = [a + b if op_type == "Add" else a - b if op_type == "Sub" else a * b for a, b in pairs]
+        if op_type == "Mul" and self is other:
+            ends = [0 if self.lo < 0 < self.hi else min(ends), max(self.lo**2, self.hi**2)]
+        lo, hi = (min(ends), max(ends)) if within is None else (max(min(ends), within[0]), min(max(ends), within[1]))
+        if lo < _LEAST or hi > _MOST:
+            raise Refused(f"its numbers can reach {max(-lo, hi)}", "use smaller rows")
+        return self._written(self.ctx.node(op_type, [self.name, other.name]), lo, hi)
+
+    def _written(self, name: str, lo: int, hi: int) -> "Int32":
+        self.ctx.proven[name] = lo, hi
+        return Int32(self.ctx, name, lo, hi)
+
+    def shifted(self, by: int) -> "Int32":
+        """Write `x >> by` of numbers that are not negative."""
+        if self.lo < 0:
+            raise Refused("it shifts a number that can be negative", "report it as a defect")
+        if not by:
+            return self
+        name = self.ctx.node("Div", [self.name, self.ctx.constant(1 << by, np.int32)])
+        return self._written(name, self.lo >> by, self.hi >> by)
+
+    def cut(self, bits: int) -> "tuple[Int32, Int32]":
+        """Write the low bits of numbers that are not negative, and the rest of them divided by their unit."""
+        mask = (1 << bits) - 1
+        low = self.ctx.node("BitwiseAnd", [self.name, self.ctx.constant(mask, np.int32)])
+        return self._written(low, 0, min(mask, self.hi)), self.shifted(bits)
+
+    def looked_up(self, table: Array) -> "Int32":
+        """Write `table[x]` for numbers of rows, which are so few that one node is worth more than a fast one."""
+        name = self.ctx.node("Gather", [self.ctx.constant(table, np.int32, "table"), self.name])
+        return self._written(name, int(table.min()), int(table.max()))
+
+    def summed(self, axes: Sequence[int], within: Bounds, count: int = 0) -> "Int32":
+        """Write the sums of `count` numbers each, 0 if it is unknown, along axes, which are left out."""
+        if within[0] < _LEAST or within[1] > _MOST:
+            raise Refused(f"its sums can reach {max(-within[0], within[1])}", "use smaller rows")
+        name = self.ctx.node("ReduceSum", [self.name, self.ctx.constant64(np.asarray(axes))], keepdims=0)
+        if count and tuple(axes) == (-1,):
+            self.ctx.row_sums[name] = count
+        return self._written(name, *within)
+
+    def spread_over(self, axes: Sequence[int]) -> "Int32":
+        """Write numbers of rows so that they broadcast along the axes of their elements."""
+        name = self.ctx.node("Unsqueeze", [self.name, self.ctx.constant64(np.asarray(axes))])
+        return self._written(name, self.lo, self.hi)
+
+
+def of_constant(ctx: LoweringContext, values: Array | int) -> Int32:
+    """Return a constant."""
+    array = np.asarray(values, np.int64)
+    return Int32(ctx, ctx.constant(array, np.int32), int(array.min()), int(array.max()))
+
+
+#: Bounds of the relative errors.
+RECIPROCAL, ROOT = 2.0**-28, 2.0**-27.8
+#: Bits of a mantissa below a line, of which the lower ones are not looked at.
+_BELOW, _UNSEEN = 19, 9
+#: Bits of a seed beyond those that stay.
+_FINER = 14
+
+
+def reciprocal_of_mantissa(mantissa: Int32) -> Int32:
+    """Write `2**59 / m`, in 2**29..2**30, for m in 2**29..2**30-1."""
+    seed = _seed(mantissa, lambda m: 2.0**45 / m)  # 2**15..2**16, off by 0.56 at most
+    low, high = mantissa.cut(15)
+    whole = high.times(seed, (0, (1 << 30) + (1 << 15)))
+    rest = low.times(seed, (0, (1 << 31) - 1)).shifted(15)
+    reached = whole.plus(rest, ((1 << 30) - (1 << 15), (1 << 30) + (1 << 15)))
+    residue = of_constant(mantissa.ctx, (1 << 30) + (1 << 16) + 1).minus(reached)
+    return _corrected(seed, residue, (1 << 14) - 1)
+
+
+def root_of_mantissa(mantissa: Int32) -> Int32:
+    """Write `2**44 / sqrt(m)`, in 2**29..2**30, for m in 2**28..2**30-1."""
+    seed = _seed(mantissa, lambda m: 2.0**29 / np.sqrt(m))  # 2**14..2**15, off by 0.56 at most
+    low, high = mantissa.cut(15)
+    square = seed.times(seed)
+    square_low, square_high = square.cut(15)
+    sides = [high.times(square_low), low.times(square_high)]
+    across = sides[0].plus(sides[1], (0, (1 << 31) - 1)).shifted(13)
+    whole = high.times(square_high, (0, (1 << 28) + (1 << 15))).times(4)
+    reached = whole.plus(across, ((1 << 30) - (1 << 17) + 8, (1 << 30) + (1 << 17) - 8))
+    residue = of_constant(mantissa.ctx, (1 << 30) + (1 << 17)).minus(reached)
+    return _corrected(seed, residue, (1 << 15) - 2)
+
+
+def _corrected(seed: Int32, residue: Int32, times: int) -> Int32:
+    """Write `seed * times + seed * residue / 2**16`: the factor has the residue's bias taken off."""
+    quarter = residue.shifted(2)
+    product = seed.times(quarter, (0, (1 << 31) - (1 << 14)))
+    correction = product.plus(1 << 13).shifted(14)
+    return seed.times(times).plus(correction, ((1 << 29) - 64, 1 << 30))
+
+
+def _seed(mantissa: Int32, function: Callable[[Array], Array]) -> Int32:
+    """Write the nearest integers to a function that falls, by straight lines between the multiples of 2**19."""
+    first, last = mantissa.lo >> _BELOW, mantissa.hi >> _BELOW
+    lines = np.maximum(np.arange(last + 2, dtype=np.float64), first)  # those below the first are not looked up
+    places = lines * (1 << _BELOW) + (1 << (_UNSEEN - 1))
+    knots = function(places) * (1 << _FINER)
+    steps = 1 << (_BELOW - _UNSEEN)
+    slopes = np.rint((knots[:-1] - knots[1:]) / steps).astype(np.int64)
+    bases = np.rint(knots[:-1]).astype(np.int64) + (1 << (_FINER - 1))
+    within, line = mantissa.shifted(_UNSEEN).cut(_BELOW - _UNSEEN)
+    fall = line.looked_up(slopes).times(within)
+    top = int(knots[0]) + (1 << (_FINER - 1))
+    height = line.looked_up(bases).minus(fall, (int(knots[-1]), top))
+    return height.shifted(_FINER)
+
 
 _SEED_BITS = 8
 _LOG_BITS = 12

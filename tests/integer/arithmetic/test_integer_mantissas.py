@@ -5,8 +5,7 @@ import pytest
 from exact_integer import integers_of, surroundings
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.integer.fixed_point.int32 import Int32
-from onnx_backend.integer.fixed_point.mantissas import RECIPROCAL, ROOT, reciprocal_of_mantissa, root_of_mantissa
+from onnx_backend.integer.fixed_point.newton import RECIPROCAL, ROOT, Int32, reciprocal_of_mantissa, root_of_mantissa
 from onnx_backend.integer.ir.values import FixedPoint, Refused
 from onnx_backend.integer.reference.run import run_reference
 

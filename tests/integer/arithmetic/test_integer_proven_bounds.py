@@ -9,8 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.fixed_point.newton import table_of_exponentials
 from onnx_backend.integer.ir.values import ActivationEncoding, Lookup, dequantize_codes
-from onnx_backend.integer.lowering.nonlinear.norms_of_codes import are_codes, normalized_codes
-from onnx_backend.integer.lowering.nonlinear.shares import SHARE, shares
+from onnx_backend.integer.lowering.nonlinear.norms import are_codes, normalized_codes
+from onnx_backend.integer.lowering.nonlinear.softmax import SHARE, shares
 from onnx_backend.integer.reference.run import run_reference
 
 
