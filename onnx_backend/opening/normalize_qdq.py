@@ -17,7 +17,7 @@ from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.passes.integer_cache import with_float_cache
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import GraphIndex, initializers, nodes_reaching, producers, unique
+from onnx_backend.proto.graph_queries import GraphIndex, initializers, nodes_reaching, unique
 from onnx_backend.proto.nodes import (
     attributes,
     copied,
@@ -330,20 +330,19 @@ def _to_standard_domain(model: ModelProto) -> None:
 
 def _store_parameters(model: ModelProto) -> None:
     """Compute and store what Q/DQ nodes read of constants: scales, zero points, views of integer weights."""
-    graph = model.graph
-    stored, makers = initializers(graph), producers(graph.node)
-    wanted = [name for node in graph.node if node.op_type in _PAIR for name in _operands(node, makers)]
+    graph, index = model.graph, GraphIndex(model.graph)
+    wanted = [name for node in graph.node if node.op_type in _PAIR for name in _operands(node, index.makers)]
     scales = {node.input[1] for node in graph.node if node.op_type in _PAIR}
     found: dict[str, TensorProto] = {}
     for name in dict.fromkeys(wanted):
-        if name not in stored and name in makers:
-            value = _computed(name, stored, makers, model, through=("DequantizeLinear",) if name in scales else ())
+        if name not in index.stored and name in index.makers:
+            value = _computed(name, index, model, through=("DequantizeLinear",) if name in scales else ())
             found |= {} if value is None else {name: value}
     if not found:
         return
     kept = [node for node in graph.node if not any(name in found for name in node.output)]
     graph.initializer.extend(found.values())
-    replace_nodes(graph, nodes_reaching(kept, {value.name for value in graph.output}))
+    replace_nodes(graph, nodes_reaching(kept, index.outputs))
     drop_unused_initializers(graph)
 
 
@@ -356,18 +355,12 @@ def _operands(node: NodeProto, makers: Mapping[str, NodeProto]) -> Iterator[str]
             yield from (name for name in clip.input[1:3] if name)
 
 
-def _computed(
-    name: str,
-    stored: Mapping[str, TensorProto],
-    makers: Mapping[str, NodeProto],
-    model: ModelProto,
-    *,
-    through: tuple[str, ...] = (),
-) -> TensorProto | None:
+def _computed(name: str, index: GraphIndex, model: ModelProto, *, through: tuple[str, ...]) -> TensorProto | None:
     """Return the value of a tensor that depends on stored tensors alone, without Q/DQ in between; else None.
 
     Block scales may come `through` a DequantizeLinear of their own (NVFP4).
     """
+    stored, makers = index.stored, index.makers
     needed: dict[int, NodeProto] = {}
     pending, leaves = [name], {}
     while pending:

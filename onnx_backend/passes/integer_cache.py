@@ -9,10 +9,7 @@ from collections.abc import Collection, Mapping
 
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnx_backend.proto.graph_queries import (
-    GraphIndex,
-    nodes_reaching,
-)
+from onnx_backend.proto.graph_queries import GraphIndex, nodes_reaching
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import copied, drop_unused_initializers, metadata, rename_inputs, replace_nodes, retain
 from onnx_backend.qdq.read import quantized_code

@@ -32,17 +32,11 @@ _EXTEND_BY_REQUEST = 1
 #: metadata that matches the nodes of two versions of a graph
 TAG = "qsdk.walk"
 #: ops that return sequences or optionals, which no caller can hold
-_NO_TENSORS = frozenset(
-    {
-        "SplitToSequence",
-        "SequenceConstruct",
-        "SequenceEmpty",
-        "SequenceInsert",
-        "SequenceErase",
-        "SequenceMap",
-        "Optional",
-    }
-)
+_NO_TENSORS = frozenset({"SplitToSequence", "SequenceConstruct", "SequenceEmpty", "SequenceInsert"}) | {
+    "SequenceErase",
+    "SequenceMap",
+    "Optional",
+}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.proto.graph_queries import initializers, names_in, nodes_reaching, unique
+from onnx_backend.proto.graph_queries import GraphIndex, nodes_reaching
 from onnx_backend.proto.nodes import attributes, rename_inputs, replace_nodes
 
 DOMAIN = "com.microsoft.nchwc"
@@ -85,12 +85,12 @@ def keep_blocks(model: ModelProto, shapes: Mapping[str, Shape | None]) -> bool:
     return True
 
 
-class _Walk:
+class _Walk(GraphIndex):
     """One pass over the nodes, in their order: what is in blocks so far, and the nodes of the result."""
 
     def __init__(self, model: ModelProto, shapes: Mapping[str, Shape | None]) -> None:
-        self.stored, self.shapes = initializers(model.graph), shapes
-        self.taken = names_in(model.graph)
+        super().__init__(model.graph)
+        self.shapes = shapes
         self.blocked: dict[str, _Blocked] = {}
         self.renamed: dict[str, str] = {}
         self.nodes: list[NodeProto] = []
@@ -177,7 +177,7 @@ class _Walk:
         for place, (name, result) in enumerate(zip(node.output, results, strict=True)):
             if result is None:
                 continue
-            inside = unique(f"{name}/blocks", self.taken)
+            inside = self.fresh(f"{name}/blocks")
             on_blocks.output[place] = inside
             shape = self.shapes.get(name) or result.shape
             self.blocked[name] = replace(result, name=inside, shape=shape)
