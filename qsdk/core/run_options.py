@@ -113,5 +113,7 @@ def keywords_of(verb: Callable[..., Any]) -> list[str]:
 
 
 def _in_options(verb: Callable[..., Any]) -> list[str]:
-    annotated = get_args(inspect.unwrap(verb).__annotations__.get("options"))
+    """Return the names that `**keywords: Unpack[...]` of a verb stand for."""
+    keywords = (one for one in inspect.signature(verb).parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD)
+    annotated = get_args(next((one.annotation for one in keywords), None))
     return sorted(annotated[0].__optional_keys__) if annotated else []

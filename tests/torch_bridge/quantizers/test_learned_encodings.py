@@ -202,6 +202,7 @@ def train(sim: Any, example: Tensor, rate: float, steps: int = 4, **options: Any
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [10.0, 1e3, 1e20, -1e20])
 def test_learned_ranges_contain_zero_and_zero_points_are_whole(rate: float):
+    torch.manual_seed(2)  # of ten, five move a zero point at every rate
     sim = calibrated(EncoderModel(), seeded(6, 6))
     before = sim.encodings
     train(sim, seeded(6, 6, seed=3), rate, learn_zero_points=True)
