@@ -82,8 +82,8 @@ def save_encodings(
         >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
         >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
         >>> _ = qsdk.calibrate(sim, [x], progress=False)
-        >>> _ = qsdk.save_encodings(sim, folder + "/aimet.json", version="1.0.0")
-        >>> qsdk.save_encodings(folder + "/aimet.json", folder + "/newer.json", version="2.0.0").summary["sites"]
+        >>> _ = qsdk.save_encodings(sim, folder + "/aimet.json", version="2.0.0")
+        >>> qsdk.save_encodings(folder + "/aimet.json", folder + "/newer.json", version="2.1.0").summary["sites"]
         4
     """
     if isinstance(sim_or_file, str | os.PathLike | bytes | ModelProto):
