@@ -182,13 +182,15 @@ def write_page(lines: Path) -> None:
         heard = max((row["sqnr"][name] for name in stock), default="-")
         cells = [row["name"], row["batch"], row["threads"], row["float_ms"], best, *(row.get(k, "-") for k in kinds)]
         rows.append("| " + " | ".join(map(str, [*cells, heard, *(row["sqnr"].get(k, "-") for k in kinds)])) + " |")
-    rows += ["", "Rows above 0.5 ms:", ""]
-    rows += [
-        f"- *{kind}* takes {facts['median_over_stock']} times stock's time (median of {facts['rows']} rows, the worst "
-        f"{facts['worst_over_stock']}) and is faster than float in {facts['faster_than_float']}; its SQNR is "
-        f"{facts['median_gain_db']:+} dB above stock's (median, the worst {facts['worst_gain_db']:+})"
-        for kind, facts in summary(found).items()
-    ]
+    for batch, threads in sorted({(row["batch"], row["threads"]) for row in found}):
+        some = [row for row in found if (row["batch"], row["threads"]) == (batch, threads)]
+        rows += ["", f"Rows above 0.5 ms, batch {batch}, {threads} thread{'s' * (threads > 1)}:", ""]
+        rows += [
+            f"- *{kind}* takes {facts['median_over_stock']} times stock's time (median of {facts['rows']} rows, the "
+            f"worst {facts['worst_over_stock']}) and is faster than float in {facts['faster_than_float']}; its SQNR is "
+            f"{facts['median_gain_db']:+} dB above stock's (median, the worst {facts['worst_gain_db']:+})"
+            for kind, facts in summary(some).items()
+        ]
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(before + START + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
 
