@@ -9,6 +9,7 @@ at each element, with size 1 along every axis on which the channel does not depe
 element that stays as it is.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -110,9 +111,8 @@ def _runs(before: Shape, after: Shape) -> tuple[list[tuple[list[int], list[int]]
     result: list[tuple[list[int], list[int]]] = []
     i = j = first = second = 0
     while i < len(before) or j < len(after):
-        done = (first, second)
         a, b = _volume(before[first:i]), _volume(after[second:j])
-        if (i, j) != done and a is not None and a == b:
+        if (i, j) != (first, second) and a is not None and a == b:
             result.append((list(range(first, i)), list(range(second, j))))
             first, second = i, j
             continue
@@ -158,7 +158,7 @@ class BlockedError(Exception):
     """Why a map cannot go on at an op."""
 
 
-class Flood:
+class Flood(ABC):
     """A group of tensors while it is searched; the kind of map says in `visit` and `enter` how it goes on."""
 
     def __init__(self, graph: Graph) -> None:
@@ -184,13 +184,13 @@ class Flood:
         except BlockedError as why:
             self.block(f"{self.label(op_id)}: {why}")
 
+    @abstractmethod
     def visit(self, tensor: int, op_id: int, *, upward: bool) -> None:
         """Continue at the op that computes a tensor (`upward`), or at one that reads it; raise `BlockedError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(self, tensor: int) -> None:
         """Note that the map reaches a tensor that no op computes."""
-        raise NotImplementedError
 
     def block(self, reason: str) -> None:
         """Note why the group cannot be changed; the first reason holds."""
