@@ -45,7 +45,7 @@ TABLE = RuntimeTable(
     },
     {
         "uint8": {},
-        # products of two int8 activations overflow; a ConvTranspose of them saturates
+        # without VNNI, products of two int8 activations overflow and a ConvTranspose of them saturates
         "int8": off(255, "anywhere", labels("MatMul")) | off(11, "anywhere", labels("ConvTranspose", "int8")),
         # computed in float32: the rounding to float16 in between is dropped
         "uint16": off(28, "anywhere", labels("Cast")),
