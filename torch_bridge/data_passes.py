@@ -104,9 +104,9 @@ def stored_by_name(sim: QuantSim) -> LazyArrays:
 
 @torch.no_grad()
 def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Copy values of the same shape into the parameters and buffers of these names."""
+    """Copy values of the same shape into the parameters and buffers of these names, also in the float model."""
     tensors = _tensors(sim)
-    with writing(sim.model, sim.given, sim.weight_files, [tensors[name] for name in values]):
+    with writing(sim.model, sim.given, sim.weight_files, [tensors[name] for name in values], rounds=False):
         for name, value in values.items():
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
 

@@ -17,6 +17,7 @@ from qsdk.core.errors import ExportError, FileFormatError, ModelError
 from qsdk.core.read_files import first_line_of, require_modest_size
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
+from torch_bridge.stored_weights import Before
 from torch_bridge.torch_values.batches import Example
 from torch_bridge.torch_values.parameters import dtype_name, main_dtype
 from torch_bridge.torch_values.pytree import Path, from_plain_form, map_arguments, plain_form
@@ -43,7 +44,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
         _require_plain(what, value)
 
-    kept = sim.given.originals(sim.model)
+    kept = {key: (before.given, before.in_float) for key, before in sim.given.changed(sim.model).items()}
     held = {WEIGHTS: weights, EXAMPLE: example, **({GIVEN: kept} if kept else {})}
     return {name: partial(torch.save, value) for name, value in held.items()}
 
@@ -133,10 +134,13 @@ def require_weights(sim: QuantSim, digest: Any, where: str) -> None:
 
 
 def load_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
-    """Load the values that were given of the weights that verbs had changed."""
+    """Load the values that were given of the weights that verbs had changed, and those of the float model."""
     kept = _read(parts, GIVEN, where) if GIVEN in parts else {}
     try:
-        sim.given.load(sim.model, {(str(path), str(name)): value for (path, name), value in kept.items()})
+        pairs = {
+            key: value if isinstance(value, tuple) else (value, None) for key, value in kept.items()
+        }  # None: older
+        sim.given.load(sim.model, {(str(path), str(name)): Before(*pair) for (path, name), pair in pairs.items()})
     except (ModelError, AttributeError, TypeError, ValueError) as error:
         raise FileFormatError(
             f"{GIVEN} in {where} is damaged ({error}); write it again with qsdk.save(sim, path)"

@@ -28,7 +28,14 @@ from torch_bridge.prepare import PreparedModel
 from torch_bridge.quantizers.fake_quant import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.stored_weights import GivenWeights, WeightFiles, copy_tensors, restore_tensors, write_stored
+from torch_bridge.stored_weights import (
+    GivenWeights,
+    WeightFiles,
+    copy_tensors,
+    restore_tensors,
+    write_floats,
+    write_stored,
+)
 from torch_bridge.torch_values.batches import Example, as_example, other_dtype
 from torch_bridge.torch_values.layers import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
@@ -354,7 +361,7 @@ class QuantSim(StatefulSim):
         with (
             entering,
             holding_values(self.model, self.frozen_values),
-            self.given.recording_changes(self.model),
+            self.given.recording_changes(self.model, rounds=False, moved=lambda: self.original_biases.clear()),
             unfolded_norms(self.model, freeze_bn_after) as freezing,
             training(
                 self.model,
@@ -421,17 +428,27 @@ class QuantSim(StatefulSim):
             yield captured
 
     def unwrap(self) -> nn.Module:
-        """Return the current float model: a copy in plain classes.
+        """Return the float model that is simulated: a copy in plain classes.
 
-        Its values are those that are stored now: the caller's own, bit for bit, while nothing was folded, trained or
-        changed by a verb. `adaround`, `gptq` and `tune_blocks` leave rounded weights, which are frozen; `adaround`,
-        `gptq`, `seq_mse` and `correct_bias` leave biases shifted by what the rounding of weights does to means;
-        `equalize`, `smooth_quant` and `awq` leave scaled channels, and training trained values. It is not a reference
-        to measure a loss from: that is the model that was given, from which `mixed_precision` counts. A folded
-        BatchNorm with a forward of its own normalizes nothing in it, in eval mode alone; to train on, fold none.
+        Its values are the caller's, bit for bit, whatever `calibrate`, `seq_mse`, `adaround`, `gptq`, `tune_blocks`,
+        `correct_bias` and `reestimate_batch_norm` have rounded or shifted since. What changes the float model is in it:
+        folded BatchNorms, channels that `equalize`, `smooth_quant`, `awq` and `rotate` have scaled or turned, and after
+        a `training` block that changed anything all values as they were left. Inside the block they are those of now.
+        A folded BatchNorm with a forward of its own normalizes nothing in it, in eval mode alone; to train on, fold
+        none.
+
+        Raises:
+            ModelError: FSDP2 has sharded the model.
         """
-        require_not_sharded(self.model, "unwrap")
-        copied = copy.deepcopy(self.model)
-        fold_norms(copied)
-        unwrap_model(copied)
-        return copied
+        return plain_copy(self, in_float=True)
+
+
+def plain_copy(sim: QuantSim, *, in_float: bool) -> nn.Module:
+    """Return a copy of a sim's model in plain classes: as the float model is, or with the values that are stored."""
+    require_not_sharded(sim.model, "unwrap")
+    copied = copy.deepcopy(sim.model)
+    if in_float:
+        write_floats(sim, copied)
+    fold_norms(copied)
+    unwrap_model(copied)
+    return copied

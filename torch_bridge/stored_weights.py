@@ -4,8 +4,9 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,20 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
 Digests = Mapping[torch.dtype, bytes]
 
 
+@dataclass(frozen=True)
+class Before:
+    """The values that a tensor had before verbs changed it.
+
+    Attributes:
+        given: by the user.
+        in_float: in the float model that is simulated now, where a verb has written others for the sake of the grid;
+            None where what is stored is the float model's.
+    """
+
+    given: Tensor
+    in_float: Tensor | None = None
+
+
 class GivenWeights:
     """The store of a tensor's given value, in host memory, from the moment that a verb writes over it.
 
@@ -122,90 +137,139 @@ class GivenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._bounds = relu6_bounds(model)  # of ReLU6 modules
-        self._values: dict[Key, tuple[Tensor, Digests]] = {}
-        self._writing: dict[Key, Tensor] = {}  # given values of tensors that are being written
+        self._values: dict[Key, tuple[Before, Digests]] = {}
+        self._writing: dict[Key, Before] = {}  # of tensors that are being written
 
-    def contents(self) -> Mapping[Key, tuple[Tensor, Digests]]:
+    def contents(self) -> Mapping[Key, tuple[Before, Digests]]:
         """Return the current contents, for `restore_contents`."""
         return dict(self._values)
 
-    def restore_contents(self, known: Mapping[Key, tuple[Tensor, Digests]]) -> None:
+    def restore_contents(self, known: Mapping[Key, tuple[Before, Digests]]) -> None:
         """Restore contents that belong to the values which the tensors have again."""
         self._values = dict(known)
 
     def given_values(
-        self, model: nn.Module, tensors: Collection[Tensor] | None = None, *, replaced: Collection[Tensor] = ()
-    ) -> dict[Key, Tensor]:
-        """Return the values given for these tensors (None: for all), to pass to `record_changes` later.
+        self,
+        model: nn.Module,
+        tensors: Collection[Tensor] | None = None,
+        *,
+        rounds: bool,
+        replaced: Collection[Tensor] = (),
+    ) -> dict[Key, Before]:
+        """Return what is known of these tensors (None: of all), to pass to `record_changes` later.
 
-        They are copies, except of those tensors whose data will be `replaced` by others instead of written over.
+        With `rounds`, that holds their values in the float model too, from which what will be written differs for the
+        sake of the grid alone. Values are copies, except of tensors whose data will be `replaced` by others.
         """
         wanted = None if tensors is None else {id(tensor) for tensor in tensors}
         kept = {id(tensor) for tensor in replaced}
         result = {}
         for key, tensor in state_tensors(model):
             if (wanted is None or id(tensor) in wanted) and not tensor.is_meta:
-                given = self._given(key, tensor)
-                own = tensor.data if id(tensor) in kept else _local(tensor).to("cpu", copy=True)
-                result[key] = own if given is None else given
+                known = self._before(key, tensor)
+                if known is None or (rounds and known.in_float is None):
+                    own = tensor.data if id(tensor) in kept else _local(tensor).to("cpu", copy=True)
+                    known = Before(own if known is None else known.given, own if rounds else None)
+                result[key] = known
         return result
 
-    def record_changes(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
-        """Store the values of `given_values` for the tensors that have other values now."""
+    def record_changes(self, model: nn.Module, before: Mapping[Key, Before], *, rounds: bool) -> bool:
+        """Store what `given_values` returned for the tensors that have other values now.
+
+        Without `rounds`, what is stored belongs to the float model from here on, unless none of them has changed.
+        Returns whether that is so.
+        """
         tensors_by_key = dict(state_tensors(model))
-        for key, given in before.items():
-            if key in tensors_by_key and tensors_by_key[key].is_meta:
-                continue  # a model on the meta device has no values to compare
-            current = _local(tensors_by_key[key]).cpu() if key in tensors_by_key else given
-            if _are_equal(given, current):
+        # a model on the meta device has no values to compare
+        current = {
+            key: _local(tensors_by_key[key]).cpu() if key in tensors_by_key else known.given
+            for key, known in before.items()
+            if key not in tensors_by_key or not tensors_by_key[key].is_meta
+        }
+        moved = not rounds and any(self._is_changed(key, x, before[key].given) for key, x in current.items())
+        for key, x in current.items():
+            given, in_float = before[key].given, None if moved else before[key].in_float
+            as_given = _are_equal(given, x)
+            if in_float is not None and (as_given if in_float is given else _are_equal(in_float, x)):
+                in_float = None
+            if as_given and in_float is None:
                 self._values.pop(key, None)
             else:
-                self._values[key] = given, _digests(current)
+                self._values[key] = Before(given, in_float), _digests(x)
+        return moved
 
     @contextmanager
     def recording_changes(
-        self, model: nn.Module, tensors: Collection[Tensor] | None = None, *, replaced: Collection[Tensor] = ()
+        self,
+        model: nn.Module,
+        tensors: Collection[Tensor] | None = None,
+        *,
+        rounds: bool,
+        replaced: Collection[Tensor] = (),
+        moved: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """Record what the block writes to these tensors of the model, or to any of them; see `given_values`."""
-        outer, before = self._writing, self.given_values(model, tensors, replaced=replaced)
-        self._writing = {**outer, **before}
+        """Record what the block writes to these tensors of the model, or to any of them; see `given_values`.
+
+        `moved` is called where the float model is another one behind the block.
+        """
+        outer, before = self._writing, self.given_values(model, tensors, rounds=rounds, replaced=replaced)
+        self._writing = {**outer, **(before if rounds else {key: Before(one.given) for key, one in before.items()})}
         try:
             yield
         finally:
             self._writing = outer
-            self.record_changes(model, before)
+            if self.record_changes(model, before, rounds=rounds) and moved is not None:
+                moved()
 
     def end_recording(self, model: nn.Module) -> None:
         """End the recording in a copy that was made while tensors were written."""
         written, self._writing = self._writing, {}
-        self.record_changes(model, written)
+        self.record_changes(model, written, rounds=True)
+
+    def changed(self, model: nn.Module) -> dict[Key, Before]:
+        """Return what is known of the tensors that hold values which verbs have written."""
+        tensors_by_key = dict(state_tensors(model))
+        known = self._values.keys() | self._writing.keys()
+        found = {key: self._before(key, tensors_by_key[key]) for key in known if key in tensors_by_key}
+        return {key: before for key, before in found.items() if before is not None}
 
     def originals(self, model: nn.Module) -> dict[Key, Tensor]:
         """Return the given values of the tensors that have others now."""
-        tensors_by_key = dict(state_tensors(model))
-        known = self._values.keys() | self._writing.keys()
-        values = {key: self._given(key, tensors_by_key[key]) for key in known if key in tensors_by_key}
-        return {key: given for key, given in values.items() if given is not None}
+        return {key: before.given for key, before in self.changed(model).items()}
 
     def original_bounds(self, model: nn.Module) -> dict[str, float]:
         """Return path -> own bound of each ReLU6 with another bound now."""
         current = relu6_bounds(model)
         return {path: bound for path, bound in self._bounds.items() if current.get(path, bound) != bound}
 
-    def load(self, model: nn.Module, values: Mapping[Key, Tensor]) -> None:
-        """Store values that a file says were given."""
+    def load(self, model: nn.Module, values: Mapping[Key, Before]) -> None:
+        """Store what is known of tensors from elsewhere: a file, or the sim that this one replaces."""
         tensors_by_key = dict(state_tensors(model))
-        for key, value in values.items():
-            if key not in tensors_by_key or tensors_by_key[key].shape != value.shape:
+        for key, known in values.items():
+            shapes = {known.given.shape, *(() if known.in_float is None else (known.in_float.shape,))}
+            if key not in tensors_by_key or shapes != {tensors_by_key[key].shape}:
                 raise ModelError(f"{'.'.join(key).lstrip('.')} is no tensor of the model, or of another shape")
-        self._values = {key: (value, _digests(_local(tensors_by_key[key]).cpu())) for key, value in values.items()}
+        self._values = {key: (known, _digests(_local(tensors_by_key[key]).cpu())) for key, known in values.items()}
 
-    def _given(self, key: Key, tensor: Tensor) -> Tensor | None:
-        """Return the given value where a verb's value is stored; None where the user's own is."""
+    def _before(self, key: Key, tensor: Tensor) -> Before | None:
+        """Return what is known where a verb's value is stored; None where the user's own is."""
         if key in self._writing:
             return self._writing[key]
         known = self._values.get(key)
         return known[0] if known is not None and _is_one_of(_local(tensor).cpu(), known[1]) else None
+
+    def _is_changed(self, key: Key, current: Tensor, given: Tensor) -> bool:
+        """Return whether a tensor holds neither what the last verb has left there nor what was given."""
+        known = self._values.get(key)
+        return not (_are_equal(given, current) if known is None else _is_one_of(current, known[1]))
+
+
+@torch.no_grad()
+def write_floats(sim: Any, copied: nn.Module) -> None:
+    """Write the values of the float model into a copy of a sim's wrapped model."""
+    tensors_by_key = dict(state_tensors(copied))
+    found = {key: before.in_float for key, before in sim.given.changed(sim.model).items()}
+    _write(tensors_by_key, {key: value for key, value in found.items() if value is not None})
 
 
 @contextmanager
@@ -267,11 +331,14 @@ def _is_one_of(tensor: Tensor, digests: Digests) -> bool:
 
 @contextmanager
 def writing(
-    model: nn.Module, given: GivenWeights, files: WeightFiles | None, tensors: Sequence[Tensor]
+    model: nn.Module, given: GivenWeights, files: WeightFiles | None, tensors: Sequence[Tensor], *, rounds: bool
 ) -> Iterator[None]:
-    """Write to these parameters and buffers inside the block: those that lie in files get new files first."""
+    """Write to these parameters and buffers inside the block: those that lie in files get new files first.
+
+    With `rounds`, for the sake of the grid alone: the float model stays what it is.
+    """
     in_files = [tensor for tensor in tensors if files is not None and files.hold(tensor)]
-    with given.recording_changes(model, tensors, replaced=in_files):
+    with given.recording_changes(model, tensors, rounds=rounds, replaced=in_files):
         for tensor in in_files:
             assert files is not None
             tensor.data = files.empty_like(tensor).copy_(tensor.data)
@@ -282,7 +349,7 @@ def writing(
 def write_stored(
     model: nn.Module, given: GivenWeights, files: WeightFiles | None, values: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write values of the same shape into the stored tensors at sites, in place."""
+    """Write values of the same shape, chosen for the grid, into the stored tensors at sites, in place."""
     places: dict[int, list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         places.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -297,6 +364,6 @@ def write_stored(
         shape = tuple(stored_tensor(model, site).shape)
         if shape != value.shape:
             raise ModelError(f"what is stored at {site} has the shape {shape}, not {value.shape}")
-    with writing(model, given, files, list(written.values())):
+    with writing(model, given, files, list(written.values()), rounds=True):
         for site, value in values.items():
             stored_tensor(model, site).copy_(torch.from_numpy(np.ascontiguousarray(value)))

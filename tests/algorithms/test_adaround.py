@@ -77,9 +77,9 @@ def _assert_floor_or_ceil(problem: LayerProblem, found: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("method", "dtype", "share"),
     [
-        ("fast", int3, 0.55),
-        ("fast", int4, 0.55),
-        ("fast", int8, 1.0),
+        ("coordinate_descent", int3, 0.55),
+        ("coordinate_descent", int4, 0.55),
+        ("coordinate_descent", int8, 1.0),
         ("relaxed", int3, 0.6),
         ("relaxed", int4, 0.6),
         ("relaxed", int8, 1.0),

@@ -126,7 +126,7 @@ def test_second_moments_cannot_look_behind_the_activation() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("method", ["fast", "relaxed"])
+@pytest.mark.parametrize("method", ["coordinate_descent", "relaxed"])
 def test_every_weight_ends_on_floor_or_ceil(method: adaround.Method) -> None:
     problem = problem_of(WeightLayout("linear", (16, 48)), Spec(int4, PerChannel(0)))
     found = adaround.solve(problem, method=method, iterations=20).weight
@@ -137,7 +137,7 @@ def test_every_weight_ends_on_floor_or_ceil(method: adaround.Method) -> None:
 
 
 @pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock(1, 4)], ids=str)
-@pytest.mark.parametrize(("method", "share"), [("fast", 0.7), ("relaxed", 0.7)])
+@pytest.mark.parametrize(("method", "share"), [("coordinate_descent", 0.7), ("relaxed", 0.7)])
 def test_learned_rounding_of_convolutions_beats_nearest_on_held_out_data(
     method: adaround.Method, share: float, granularity: PerChannel | PerBlock
 ) -> None:

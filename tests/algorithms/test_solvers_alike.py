@@ -42,7 +42,7 @@ def test_what_has_no_integer_grid_is_refused(name: str, message: str) -> None:
     ("name", "options", "message"),
     [
         ("adaround", {"damping": 0}, "fc:weight: a damping of 0 is not positive"),
-        ("adaround", {"method": "slow"}, "unknown method 'slow' of adaround; choose one of fast, relaxed"),
+        ("adaround", {"method": "slow"}, "unknown method 'slow' of adaround; choose one of coordinate_descent"),
         ("adaround", {"starts": 0}, "fc:weight: 0 starts and None iterations; give at least 1 and 0"),
         ("adaround", {"iterations": -1}, "fc:weight: 4 starts and -1 iterations; give at least 1 and 0"),
         ("gptq", {"damping": -1}, "fc:weight: a damping of -1 is not positive"),

@@ -166,7 +166,7 @@ def put_back_on_error(sim: QuantSim) -> Iterator[None]:
     stored = [q.owner._buffers[q.buffer_names[0]] for q in sim.quantizers.values() if q.owns_encoding]
     scales = [(scale, scale.clone()) for scale in stored if scale is not None]
     try:
-        with sim.given.recording_changes(sim.model, statistics):
+        with sim.given.recording_changes(sim.model, statistics, rounds=True):
             yield
     except BaseException:
         restore_tensors(sim.model, held)

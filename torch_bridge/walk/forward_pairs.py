@@ -23,6 +23,7 @@ from qsdk.core.sims.biases import float_biases
 from qsdk.core.site import owner_of, port_of
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
+from torch_bridge.stored_weights import Before
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.torch_values.parameters import (
     direction_suffixes,
@@ -50,7 +51,7 @@ class LayerWeights:
         self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
         self._shifted: dict[str, Tensor] = {}
         self._biases = dict(sim.original_biases)
-        self._known, self._given = sim.given.contents(), sim.given.originals(sim.model)
+        self._known, self._given = sim.given.contents(), sim.given.changed(sim.model)
 
     def set_floats(self, floats: Mapping[str, Any]) -> None:
         """Give the float model other values than those stored at these sites."""
@@ -138,7 +139,9 @@ class LayerWeights:
         files = self._sim.weight_files
         in_files = [p for p, original in self._originals.items() if files is not None and files.hold(original)]
         with self.floats():
-            before = self._sim.given.given_values(self._sim.model, list(self._originals), replaced=in_files)
+            before = self._sim.given.given_values(
+                self._sim.model, list(self._originals), rounds=True, replaced=in_files
+            )
         held = {id(parameter) for parameter in in_files}
         for parameter, original in self._originals.items():
             if id(parameter) in held:
@@ -146,7 +149,10 @@ class LayerWeights:
             self._kept[original] = original.clone()
             original.copy_(parameter.data)
             parameter.data = original
-        self._sim.given.record_changes(self._sim.model, {**before, **self._given})
+        for key, known in self._given.items():  # what was known before `set_floats` is not found by digests now
+            in_float = known.in_float if known.in_float is not None or key not in before else before[key].in_float
+            before[key] = Before(known.given, in_float)
+        self._sim.given.record_changes(self._sim.model, before, rounds=True)
 
     def undo(self) -> None:
         """Restore the state before the first `write`, also where `keep` has begun."""

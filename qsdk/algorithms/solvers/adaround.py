@@ -23,10 +23,10 @@ from qsdk.algorithms.solvers.rounding import (
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
-Method = Literal["fast", "relaxed"]
-METHODS = ("fast", "relaxed")
+Method = Literal["coordinate_descent", "relaxed"]
+METHODS = ("coordinate_descent", "relaxed")
 #: default of `iterations`: sweeps of coordinate descent, steps of Adam
-ITERATIONS = {"fast": 5, "relaxed": 500}
+ITERATIONS = {"coordinate_descent": 5, "relaxed": 500}
 #: samples per step of `relaxed` with `activation`, and its default damping
 BATCH, DAMPING = 1024, 0.03
 
@@ -34,7 +34,7 @@ BATCH, DAMPING = 1024, 0.03
 def solve(
     problem: LayerProblem,
     *,
-    method: Method = "fast",
+    method: Method = "coordinate_descent",
     iterations: int | None = None,
     starts: int = 4,
     damping: float | None = None,
@@ -43,16 +43,16 @@ def solve(
 ) -> Solution:
     """Round each weight to the grid point below or above it, for the smallest output error of the layer.
 
-    `fast`: error feedback column by column, then coordinate descent on the rounding choices until none improves, from
-    several orders of the columns. `relaxed`: the paper's soft rounding by gradient descent, hardened at the end. An
-    output for which nearest rounding is better, on all data or on held-back data, keeps it.
+    `coordinate_descent`: error feedback column by column, then descent on the rounding choices until none improves,
+    from several orders of the columns. `relaxed`: the paper's soft rounding by gradient descent, hardened at the end.
+    An output for which nearest rounding is better, on all data or on held-back data, keeps it.
 
     Args:
         problem: with the encoding whose grid is used; it is not changed.
-        method: `fast` or `relaxed`.
-        iterations: `fast`: sweeps of coordinate descent, at most; later ones gain little. `relaxed`: steps of Adam.
-            None for 5 and 500.
-        starts: number of column orders that `fast` starts from; the first is that of the diagonal.
+        method: `coordinate_descent` or `relaxed`.
+        iterations: sweeps of coordinate descent, at most; later ones gain little. Of `relaxed`: steps of Adam. None
+            for 5 and 500.
+        starts: number of column orders that `coordinate_descent` starts from; the first is that of the diagonal.
         damping: share of the mean second moment that is added to the diagonal, so that weights stay in directions that
             the data does not cover; None for 0.03, and more where rows are few (`rounding.damping_for`).
         shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
@@ -88,7 +88,7 @@ def _solve(
     grid, plain = _choices(problem)
     check = HeldoutCheck.of(problem, shift_bias=shift_bias)
     objective = Objective.of(check.judged, damping)
-    if method == "fast":
+    if method == "coordinate_descent":
         codes = _fast(objective, grid, count, starts)
     else:
         codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count)
@@ -130,7 +130,7 @@ def _require_options(
         raise ConfigError(f"{site}: adaround needs an integer grid, not {problem.spec.dtype}; skip the site")
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r} of adaround; choose one of {', '.join(METHODS)}")
-    if activation and method == "fast":
+    if activation and method == "coordinate_descent":
         raise ConfigError(
             "second moments, which method='fast' is solved on, end in front of activation functions; "
             "choose method='relaxed' with activation=True"

@@ -91,7 +91,7 @@ def mixed_precision(
     Returns:
         Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
         `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
-        values stored now, see `sim.unwrap`), `met` (False: even with every site at the last level, which the sim then
+        values stored now), `met` (False: even with every site at the last level, which the sim then
         has), `budget_remark` (where `max_drop` lets it fall to 0), `evaluations`, `raised` (the sites), `left` (frozen
         ones), `no_gain` (where bits buy nothing, if anywhere), `advice` (rows of `advise`), `ranking` (rows of
         `sensitivity`, before the search); with `max_ms` also `ms`, `ms_before` and `float_ms` (`no_gain` says where

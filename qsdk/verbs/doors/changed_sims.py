@@ -27,7 +27,8 @@ from qsdk.core.sims.state import owns_encoding
 from qsdk.core.site import site_name
 from qsdk.verbs.doors.module_sims import planned_sim
 from torch_bridge.prepare import prepare
-from torch_bridge.sim import QuantSim
+from torch_bridge.sim import QuantSim, plain_copy
+from torch_bridge.stored_weights import Before
 from torch_bridge.torch_values.layers import BETWEEN, ROTATION, rotate_input, sharing_paths, untie
 from torch_bridge.wrapping.wrapped_state import link_sim, state_of
 
@@ -79,7 +80,7 @@ def untied_module_sim(sim: QuantSim, names: Collection[str]) -> QuantSim | None:
     groups = [sharing_paths(sim.model, paths[name]) for name in names if name in paths]
     if not any(len(group) > 1 for group in groups) or state_of(sim.model).folds:
         return None
-    model = sim.unwrap()
+    model = plain_copy(sim, in_float=False)
     untie(model, [path for group in groups for path in group[1:]])
     new = _sim_of_module(sim, model, require_config(sim.config))
     new.untied = (*sim.untied, *(path for group in groups for path in group[1:]))
@@ -106,7 +107,7 @@ def rotated_module_sim(sim: QuantSim, rotations: Rotations) -> QuantSim | None:
     in_files = any(modules[path].get_parameter("weight").is_meta for path in layers if path in modules)
     if len(layers) < len(rotations) or not all(called) or in_files or state_of(sim.model).folds:
         return None
-    model = sim.unwrap()
+    model = plain_copy(sim, in_float=False)
     for path, factors in layers.items():
         layer = model.get_submodule(path)
         rotate_input(layer, factors)
@@ -120,9 +121,9 @@ def rotated_module_sim(sim: QuantSim, rotations: Rotations) -> QuantSim | None:
     rules = with_online_rules(require_config(sim.config), rotations.values(), matrices, between)
     new = _sim_of_module(sim, model, rules)
     new.untied = sim.untied
-    given = sim.given.originals(sim.model)
-    turned = {key: _turned(given[key], layers[key[0]]) for key in given if key[0] in layers and key[1] == "weight"}
-    new.given.load(new.model, {**given, **turned})
+    new.given.load(
+        new.model, {key: _turned_before(key, one, layers) for key, one in sim.given.changed(sim.model).items()}
+    )
     _carry_over(sim, new)
     return new
 
@@ -193,6 +194,14 @@ def _sim_of_onnx(sim: OnnxSim, model: ModelProto, config: QuantConfig) -> OnnxSi
 def _key(path: str) -> tuple[str, str]:
     owner, _, name = path.rpartition(".")
     return owner, name
+
+
+def _turned_before(key: tuple[str, str], before: Before, layers: Mapping[str, Factors]) -> Before:
+    path, name = key
+    if path not in layers or name != "weight":
+        return before
+    floats = before.in_float
+    return Before(_turned(before.given, layers[path]), None if floats is None else _turned(floats, layers[path]))
 
 
 def _turned(weight: Tensor, factors: Factors) -> Tensor:
