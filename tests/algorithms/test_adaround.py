@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of, scales_of
 
+from qsdk import DType, int4, int8, uint4
 from qsdk.algorithms.solvers import adaround, seq_mse
 from qsdk.algorithms.solvers.rounding import (
     ErrorFeedback,
@@ -22,7 +23,7 @@ from qsdk.algorithms.solvers.rounding import (
     order_by_diagonal,
 )
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.numerics.dtypes import DType, dtype_named, int4, int8, uint4
+from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, Spec
 
 int3 = dtype_named("int3")

@@ -16,7 +16,7 @@ from stored_values import stored_bytes
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from onnx_backend.sim import OnnxSim
+import qsdk
 from onnx_backend.walk import layer_walk as onnx_walk
 from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, equalize, load, quantize, save, w8a8
 from qsdk.algorithms.solvers import bias
@@ -24,7 +24,6 @@ from qsdk.algorithms.solvers.outputs import matching_shift
 from qsdk.core.layers.expected_means import clipped_normal
 from qsdk.core.layers.graph_layers import graph_layers
 from qsdk.core.layers.layer_problem import Activation, WeightLayout
-from qsdk.core.numerics.dtypes import int8
 from qsdk.core.numerics.spec import PerChannel, Spec
 from qsdk.demo.data import load as load_images
 from qsdk.demo.model import load_pretrained
@@ -170,7 +169,7 @@ def test_every_fourth_batch_judges(count, given, kept):
 
 
 def test_a_shift_that_the_samples_held_back_contradict_is_not_made():
-    layout, spec = WeightLayout("linear", (4, 12)), Spec(int8, PerChannel(0))
+    layout, spec = WeightLayout("linear", (4, 12)), Spec(qsdk.int8, PerChannel(0))
     problem = problem_of(layout, spec)
     x = seeded(1, 400, 12, seed=1)
     off = replace(problem, mean_quantized=problem.mean + 1)  # as all data says; the samples do or do not
@@ -412,7 +411,7 @@ def test_the_onnx_door_reads_the_same_and_unfolded_norms_too(tmp_path):
     assert kept.folded_norms == {}
     save(folded, tmp_path / "sim.qsdk")
     again = load(tmp_path / "sim.qsdk")
-    assert isinstance(again, OnnxSim)
+    assert isinstance(again, qsdk.OnnxSim)
     for owner, norm in folded.folded_norms.items():
         assert np.array_equal(again.folded_norms[owner].mean, norm.mean)
         assert np.array_equal(again.folded_norms[owner].std, norm.std)

@@ -7,8 +7,7 @@ from islands import DOORS
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from qsdk import adaround, calibrate, correct_bias, gptq, quantize, seq_mse, weight_only
-from qsdk.core.config.config import QuantConfig
+from qsdk import QuantConfig, adaround, calibrate, correct_bias, gptq, quantize, seq_mse, weight_only
 
 both = pytest.mark.parametrize("door", DOORS)
 ROWS, WIDTH = 40, 12

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of
 
+from qsdk import DType, int4, int8, uint4
 from qsdk.algorithms.solvers import adaround, gptq, seq_mse
 from qsdk.algorithms.solvers.heldout_check import with_held_back
 from qsdk.core.layers.layer_problem import WeightLayout
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
-from qsdk.core.numerics.dtypes import DType, dtype_named, int4, int8, uint4
+from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 
 int2, int3 = dtype_named("int2"), dtype_named("int3")

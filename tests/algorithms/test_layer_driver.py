@@ -13,10 +13,10 @@ from fake_walk import FakeWalk
 from layer_walks import WIDTH, plain_walk
 from torch import Tensor
 
+from qsdk import ConfigError, DataError
 from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.algorithms.solvers import seq_mse
-from qsdk.core.errors import ConfigError, DataError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
 

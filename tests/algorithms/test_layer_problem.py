@@ -13,13 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qsdk import DataError, ModelError, int4, int8
 from qsdk.algorithms.problems.calls import ROWS, gather_patches, sample_positions
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.algorithms.problems.moments import FOLD, Bounds, Moments
-from qsdk.core.errors import DataError, ModelError
 from qsdk.core.layers.layer_problem import Layer, LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import int4, int8
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from random_problems import problem_of
 
+from qsdk import int4, uint4
 from qsdk.algorithms.solvers import adaround, gptq
 from qsdk.algorithms.solvers.output_chunks import solve_in_chunks
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, WeightLayout
-from qsdk.core.numerics.dtypes import int4, uint4
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 
 LAYERS: list[tuple[WeightLayout, Granularity]] = [

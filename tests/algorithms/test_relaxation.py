@@ -7,14 +7,13 @@ import pytest
 import torch
 from random_problems import problem_from_moments, problem_of
 
+from qsdk import ConfigError, Encoding, int4
 from qsdk.algorithms.solvers import adaround, relaxation, seq_mse
 from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.relaxation import beta_at, relax, soft_rounding
 from qsdk.algorithms.solvers.rounding import WeightGrid
-from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import Activation, LayerProblem, WeightLayout
-from qsdk.core.numerics.dtypes import dtype_named, int4
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 

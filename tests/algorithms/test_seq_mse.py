@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import problem_from_moments
 
+from qsdk import ConfigError, DType, Encoding, int4, int8, uint4
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.algorithms.solvers import seq_mse
-from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import Layer, LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.numerics.block_scales import restrict_block_scales
-from qsdk.core.numerics.dtypes import DType, dtype_named, int4, int8, uint4
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 

@@ -9,17 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsdk import calibrate, quantize
+from qsdk import CalibrationError, DataError, QuantConfig, QuantSim, Report, calibrate, float16, quantize, w4a8
 from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solvers import adaround, seq_mse
-from qsdk.core.config.config import QuantConfig, w4a8
-from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
-from qsdk.core.numerics.dtypes import float16
-from qsdk.core.report import Report
 from qsdk.core.run_options import Forward, Run
 from qsdk.verbs.layers import solve_each_layer as solve_layers
-from torch_bridge.sim import QuantSim
 
 
 class Net(nn.Module):

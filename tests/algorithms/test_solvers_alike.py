@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from random_problems import problem_of
 
+from qsdk import ConfigError, float8e4m3fn, int4
 from qsdk.algorithms.solvers import adaround, gptq, seq_mse
-from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import WeightLayout
-from qsdk.core.numerics.dtypes import float8e4m3fn, int4
 from qsdk.core.numerics.spec import PerChannel, Spec
 
 SOLVERS = {"adaround": adaround.solve, "gptq": gptq.solve, "seq_mse": seq_mse.solve}

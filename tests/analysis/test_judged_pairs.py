@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from qsdk import Encoding
 from qsdk.core.comparing.judge import Difference, Layout, PairOfPlaces
 from qsdk.core.comparing.place import Place
 from qsdk.core.numerics.dtypes import DTYPES
-from qsdk.core.numerics.encoding import Encoding
 
 GRID = Encoding(DTYPES["uint8"], np.array([0.5], np.float32), np.array([10], np.int32))  # -5 to 122.5
 VALUES = np.arange(40, dtype=np.float32).reshape(5, 8) * 0.5

@@ -10,7 +10,7 @@ import torch
 from qdq_models import convnet, make_model
 
 import qsdk
-from qsdk.core.report import Report
+from qsdk import Report
 
 ROWS = [{"site": f"layer{n}:weight", "bits": n, "reason": "why " * 60} for n in range(70)]
 LONG = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import qsdk
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 
 # one by default, one in CI, the others every night
 MARKS = {"convnext": (), "llama": pytest.mark.slow}

@@ -18,7 +18,7 @@ from onnx.backend.test.loader import load_model_tests
 import onnx_backend
 from onnx_backend import backend
 from onnx_backend.backend import QsdkBackend
-from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
+from qsdk import ConfigError, DataError, FileFormatError, ModelError
 
 
 @pytest.mark.nightly

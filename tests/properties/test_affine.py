@@ -26,9 +26,9 @@ from strategies import (
     to_float32,
 )
 
+from qsdk import Encoding, int8, uint8
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DTYPES, int8, uint8
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 

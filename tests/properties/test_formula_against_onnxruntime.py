@@ -26,9 +26,9 @@ from strategies import (
     same_bits,
 )
 
+from qsdk import DType, Encoding
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DTYPES, DType
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 
 IR_OF_OPSET = {21: 10, 23: 11, 25: 13}
 ARRAYS_PER_FILLING = 12

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder
 
-from qsdk.core.aimet_config.load_config import load_config
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
+from qsdk import QuantConfig, load_config, w4a8, w8a8, w8a16
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import PerChannel
 from qsdk.core.planning.activations import FIXED_RANGES

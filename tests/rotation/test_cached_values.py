@@ -15,8 +15,8 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 import qsdk
+from qsdk import DataError
 from qsdk.core.channel_maps.rotation_groups import find_rotation_groups
-from qsdk.core.errors import DataError
 
 HEADS = "attention values"
 _VALUE = "past_key_values.0.value:input"

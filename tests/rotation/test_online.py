@@ -11,9 +11,9 @@ from rotated_models import APART, BUILD, GROUPED, exact, float_file, in_float, o
 from torch import nn
 
 import qsdk
+from qsdk import FileFormatError, ModelError
 from qsdk.algorithms.rotation.orthogonal import online_factors, turned_online
 from qsdk.core.channel_maps.rotated_weights import find_online
-from qsdk.core.errors import FileFormatError, ModelError
 from qsdk.verbs.doors.choose import door_of
 
 KIND = "input of a layer, at run time"

@@ -10,7 +10,7 @@ from rotated_models import exact, float_file, in_float, model_and_input, off
 from torch import nn
 
 import qsdk
-from qsdk.core.errors import ConfigError, FileFormatError, ModelError
+from qsdk import ConfigError, FileFormatError, ModelError
 from qsdk.verbs.doors.choose import door_of
 
 STREAM, HEADS = "residual stream", "attention values"

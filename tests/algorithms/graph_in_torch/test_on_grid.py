@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from qsdk import Encoding
 from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize
 from qsdk.core.numerics import dtypes
-from qsdk.core.numerics.encoding import Encoding
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint4", "int16", "int32", "float8e4m3fn"])

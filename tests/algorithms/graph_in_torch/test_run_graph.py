@@ -16,8 +16,8 @@ from qdq_models import classifier, convnet, make_model, mlp, weights
 
 import qsdk
 from onnx_backend.opening.read_graph import read_graph
+from qsdk import ModelError
 from qsdk.algorithms.graph_in_torch.run_graph import run_graph, unsupported_ops
-from qsdk.core.errors import ModelError
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 from qsdk.verbs.doors.onnx_door import OnnxDoor

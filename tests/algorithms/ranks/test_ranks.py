@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from started_ranks import started
 
+from qsdk import DataError, int4
 from qsdk.algorithms import ranks
 from qsdk.algorithms.problems.calls import CallPlaces
 from qsdk.algorithms.solve_layers import Owners, cost_of
-from qsdk.core.errors import DataError
 from qsdk.core.layers.layer_problem import Layer, WeightLayout
-from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.spec import Spec
 
 Found = Callable[[int], list[dict[str, Any]]]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from random_problems import problem_of
 
+from qsdk import int4
 from qsdk.algorithms.solvers import seq_mse
 from qsdk.algorithms.solvers.on_torch import SMALL, one_thread_for
 from qsdk.core.layers.layer_problem import WeightLayout
-from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.spec import PerBlock, Spec
 
 

@@ -16,24 +16,13 @@ from aimet_documents import FILES, entries, named, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import qsdk
 from onnx_backend.opening.read_graph import read_graph
+from qsdk import ConfigError, Encoding, ExportError, FileFormatError, bfloat16, float16, int2, int4, int8, int32, uint8
 from qsdk.core.encodings.aimet_write import WRITTEN, dumps_aimet
 from qsdk.core.encodings.formats import read_any
 from qsdk.core.encodings.tensors import TensorFacts, tensor_facts
-from qsdk.core.errors import ConfigError, ExportError, FileFormatError
-from qsdk.core.numerics.dtypes import (
-    DTYPES,
-    bfloat16,
-    dtype_named,
-    float8e4m3fn,
-    float16,
-    int2,
-    int4,
-    int8,
-    int32,
-    uint8,
-)
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named
 
 
 @functools.cache
@@ -199,7 +188,7 @@ STRICT, RAGGED = dtype_named("int8_strict"), TensorFacts("m:weight", "m", True, 
         (TENSORS["tensor"], Encoding(STRICT, np.float32([1]), 0), WRITTEN, "has a grid that AIMET has no name for"),
         (
             TENSORS["tensor"],
-            Encoding(float8e4m3fn, np.float32([1]), 0),
+            Encoding(qsdk.float8e4m3fn, np.float32([1]), 0),
             WRITTEN[:1],
             "no float8e4m3fn; write version 2",
         ),

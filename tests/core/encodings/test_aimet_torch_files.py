@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import qsdk
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError
 
 X = torch.linspace(-1, 2, 256).reshape(4, 1, 8, 8)
 

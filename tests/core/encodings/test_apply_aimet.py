@@ -13,8 +13,7 @@ from foreign_models import integers
 
 import qsdk
 from onnx_backend.runtime.session import simulation_session
-from qsdk import quantize
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError, quantize
 
 X = np.reshape(
     np.float32([-1.55, 0.86, 0.12, -0.64, 2.0, 0.76, -1.2, 0.07, 0.58, -0.19, 0.68, -0.07, 0.67, 1.44, -0.68, 0.2]),

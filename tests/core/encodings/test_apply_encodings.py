@@ -13,9 +13,7 @@ from qdq_models import convnet, mlp
 from torch import nn
 
 import qsdk
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk import ConfigError, FileFormatError, calibrate, export, quantize, w4a8, w4a16, w8a8, w8a16
 
 RNG = np.random.default_rng(4)
 SHAPES = {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}

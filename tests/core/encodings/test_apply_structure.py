@@ -14,11 +14,9 @@ from zoo_models import ZOO, distinct
 
 import qsdk
 from onnx_backend.runtime.session import simulation_session
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w8a8
+from qsdk import FileFormatError, calibrate, export, quantize, w8a8
 from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensors import match_by_structure
-from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.graph_json import graph_from_plain, graph_from_text, graph_to_plain, graph_to_text
 from qsdk.demo.model import load_pretrained

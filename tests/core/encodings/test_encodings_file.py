@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_schema import fits
 
+from qsdk import Encoding, FileFormatError, bfloat16, float16, int8
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.encodings.qsdk_format import dumps, loads
-from qsdk.core.errors import FileFormatError
-from qsdk.core.numerics.dtypes import DTYPES, bfloat16, dtype_named, float16, int8
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named
 from qsdk.core.numerics.spec import Kind
 
 SCHEMA = json.loads((Path(qsdk_format.__file__).parent / "encodings.schema.json").read_text("utf-8"))

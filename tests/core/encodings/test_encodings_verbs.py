@@ -17,13 +17,10 @@ from torch import nn
 from torch_models import seeded
 
 import qsdk
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w4a8, w4a16, w8a8
+from qsdk import ConfigError, FileFormatError, calibrate, export, load_encodings, quantize, save_encodings, w4a8, w8a8
 from qsdk.core.encodings.provenance import network_hash
 from qsdk.core.encodings.qsdk_format import loads
-from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.block_scales import TwoLevel, block_scales
-from qsdk.verbs.files import load_encodings, save_encodings
 
 both = pytest.mark.parametrize("door", DOORS)
 FORMATS = ("qsdk", "1.0.0", "2.0.0", "2.1.0")
@@ -108,7 +105,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("config", [w8a8(), w4a16(block_size=8)], ids=["channel", "block"])
+@pytest.mark.parametrize("config", [w8a8(), qsdk.w4a16(block_size=8)], ids=["channel", "block"])
 def test_a_float_onnx_model_gives_names_and_layout_on_structure_alone(config, tmp_path):
     torch.manual_seed(0)
     module, x = Attention().eval(), seeded(2, 4, 16)
@@ -252,7 +249,9 @@ def test_what_a_format_cannot_say_leaves_no_file(tmp_path):
     config = w8a8().override("mm1", weight="float8e4m3fn")
     sim = quantize(tiny(), None, config)
     calibrate(sim, [X.reshape(4, 2, 2, 1)], progress=False)
-    with pytest.raises(ExportError, match=r"1\.0\.0 cannot say .*mm1:weight \(it has no float8e4m3fn; write version 2"):
+    with pytest.raises(
+        qsdk.ExportError, match=r"1\.0\.0 cannot say .*mm1:weight \(it has no float8e4m3fn; write version 2"
+    ):
         save_encodings(sim, tmp_path / "e.json", version="1.0.0")
     with pytest.raises(
         ConfigError, match=r"no encodings version '0\.6\.1' can be written; choose one of qsdk, 1\.0\.0"

@@ -3,10 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsdk import Encoding, int8, int32, uint8
 from qsdk.core.numerics.bias import bias_remark, with_room_for
 from qsdk.core.numerics.block_scales import round_up_to_digits
-from qsdk.core.numerics.dtypes import int8, int32, uint8
-from qsdk.core.numerics.encoding import Encoding
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 

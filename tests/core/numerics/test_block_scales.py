@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk import quantize, w8a8
-from qsdk.core.errors import ConfigError
+import qsdk
+from qsdk import ConfigError, DType, Encoding, float4e2m1, float8e4m3fn, int4, int8, quantize, uint4, uint8, w8a8
 from qsdk.core.numerics.block_scales import (
     float8_scales,
     restrict_block_scales,
@@ -19,21 +19,7 @@ from qsdk.core.numerics.block_scales import (
     shared_exponents,
     split_block_scales,
 )
-from qsdk.core.numerics.dtypes import (
-    DTYPES,
-    DType,
-    bfloat16,
-    float4e2m1,
-    float8e4m3fn,
-    float8e5m2,
-    float8e8m0,
-    float16,
-    int4,
-    int8,
-    uint4,
-    uint8,
-)
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES, float8e8m0
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 from torch_bridge.quantizers.fake_quant import fake_quantize_minifloat
@@ -55,7 +41,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 # powers of two
 
 
-@pytest.mark.parametrize(("dtype", "emax"), [(float4e2m1, 2), (float8e4m3fn, 8), (float8e5m2, 15)], ids=str)
+@pytest.mark.parametrize(("dtype", "emax"), [(float4e2m1, 2), (float8e4m3fn, 8), (qsdk.float8e5m2, 15)], ids=str)
 @given(largest=st.floats(2.0**-100, 2.0**100, width=32))
 def test_the_shared_exponent_of_a_block_is_that_of_its_largest_value_less_emax(dtype: DType, emax: int, largest: float):
     """OCP MX 1.0, section 6.3; emax of each type from its table 1."""
@@ -81,7 +67,7 @@ def test_a_block_of_zeros_has_a_scale():
     assert encoding.fake_quantize(np.zeros((2, 32))).tolist() == np.zeros((2, 32)).tolist()
 
 
-@pytest.mark.parametrize("dtype", [float4e2m1, float8e4m3fn, float8e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [float4e2m1, float8e4m3fn, qsdk.float8e5m2], ids=str)
 def test_both_arithmetics_give_the_values_of_ml_dtypes(dtype: DType):
     spec = Spec(dtype, PerBlock(1, 32), scale_dtype=float8e8m0)
     x = normal(8, 100) * np.float32(2.0) ** np.arange(-4, 4, dtype=np.float32)[:, None]
@@ -222,7 +208,7 @@ def test_what_scales_are_confined_to_is_read_off_them(spec: Spec):
             "not asymmetric uint8 per channel",
         ),
         ({"dtype": uint8, "dynamic": "token"}, "symmetric int8 per token, not symmetric uint8 per tensor"),
-        ({"dtype": float16, "dynamic": True}, "not symmetric float16"),
+        ({"dtype": qsdk.float16, "dynamic": True}, "not symmetric float16"),
     ],
 )
 def test_what_no_scale_type_serves_is_refused(options, message: str):
@@ -232,5 +218,5 @@ def test_what_no_scale_type_serves_is_refused(options, message: str):
 
 def test_blocks_of_another_type_are_left_as_they_are():
     scale = normal(4, 4) ** 2 + 0.1
-    for spec in (Spec(int4, BLOCKS), Spec(int8, PerTensor()), Spec(bfloat16)):
+    for spec in (Spec(int4, BLOCKS), Spec(int8, PerTensor()), Spec(qsdk.bfloat16)):
         assert restrict_block_scales(scale, spec) is scale

@@ -7,21 +7,9 @@ import numpy as np
 import pytest
 from strategies import ML_DTYPE
 
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError, float16, int2, int4, int8, int16, int32, uint4, uint8
 from qsdk.core.numerics import dtypes
-from qsdk.core.numerics.dtypes import (
-    DTYPES,
-    dtype_named,
-    float8e8m0,
-    float16,
-    int2,
-    int4,
-    int8,
-    int16,
-    int32,
-    uint4,
-    uint8,
-)
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named, float8e8m0
 
 
 @pytest.mark.parametrize("bits", [2, *range(3, 17), 32])

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qsdk.core.errors import CalibrationError
-from qsdk.core.numerics.dtypes import DTYPES, float8e8m0, float16, float32, int4, int8, int16, int32, uint8
-from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk import CalibrationError, Encoding, float16, float32, int4, int8, int16, int32, uint8
+from qsdk.core.numerics.dtypes import DTYPES, float8e8m0
+from qsdk.core.numerics.encoding import storage_type
 
 
 def encoding(dtype=int8, scale=(0.5,), zero_point=(0,), axis=None, block_size=None) -> Encoding:

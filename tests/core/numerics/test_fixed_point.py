@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError
 from qsdk.core.numerics.fixed_point import fixed_point, round_shift, tie_in_range, ties_possible
 
 MANTISSAS = [2**30, 2**30 + 1, 2**30 + 2, 3 * 2**29, 2**31 - 1, 2**31 - 2, 1518500250, 1234567891]

@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qsdk import Encoding, int4
 from qsdk.core.numerics.block_scales import TwoLevel, block_scales, split_block_scales
-from qsdk.core.numerics.dtypes import int4
-from qsdk.core.numerics.encoding import Encoding
 
 
 def blocked(scale, axis=1, block=32) -> Encoding:

@@ -9,7 +9,7 @@ from onnx import helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.config.config import w4a8, w8a8, w8a16
+from qsdk import w4a8, w8a8, w8a16
 from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch_models import seeded
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk import calibrate, quantize
-from qsdk.core.config.config import w8a8
+from qsdk import calibrate, quantize, w8a8
 from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import MatchResult, Supergroup
 from qsdk.core.planning.make_plan import make_plan

@@ -5,9 +5,8 @@ import pytest
 from plans import embedding, matmul_network, small_network
 from strategies import GraphBuilder
 
-from qsdk.core.config.config import w8a8
+from qsdk import bfloat16, float16, w8a8
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import bfloat16, float16
 from qsdk.core.planning.islands import ISLAND_OPS
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan, coverage_report, explanation

@@ -15,12 +15,10 @@ from torch_models import calibrated, seeded
 
 import qsdk
 from onnx_backend.opening.read_graph import read_graph
-from qsdk import calibrate, check_parity, export, quantize, to_integer
-from qsdk.core.config.config import w8a8
+from qsdk import calibrate, check_parity, export, load, quantize, save, to_integer, w8a8
 from qsdk.core.planning.lower_bounds import lower_bounds
 from qsdk.core.planning.unquantizable import divisors
 from qsdk.core.ranges.statistics import part_axes
-from qsdk.verbs.files import load, save
 
 DIVISOR = "a divisor that is never 0"
 NEAR_ZERO = "a divisor, or what a logarithm reads"

@@ -4,7 +4,7 @@ import pytest
 from plans import site
 from strategies import GraphBuilder
 
-from qsdk.core.config.config import w4a8, w8a8, w8a16
+from qsdk import w4a8, w8a8, w8a16
 from qsdk.core.planning.make_plan import make_plan
 
 KERNELS = w8a8().for_dialect("onnxruntime", processor="vnni")

@@ -10,12 +10,9 @@ from strategies import GraphBuilder
 from torch import nn
 from torch_models import sim_of
 
-from qsdk import calibrate, check_parity, export, quantize
-from qsdk.core.aimet_config.load_config import load_config
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.errors import ConfigError
+import qsdk
+from qsdk import QuantConfig, calibrate, check_parity, export, int8, int16, load_config, quantize, w4a8, w8a8, w8a16
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import int8, int16, uint8, uint16
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
 
@@ -74,7 +71,7 @@ def test_on_v73_an_8_bit_second_operand_needs_nothing():
 def test_before_v73_the_second_operand_is_symmetric_with_8_bits(hardware: str, base: QuantConfig):
     plan = make_plan(product(), load_config(f"htp_{hardware}", base=base))
     assert spec_of(plan, "right:output") == spec_of(plan, "reshape:output")
-    assert (spec_of(plan, "right:output").dtype, spec_of(plan, "right:output").symmetric) == (uint8, True)
+    assert (spec_of(plan, "right:output").dtype, spec_of(plan, "right:output").symmetric) == (qsdk.uint8, True)
     assert spec_of(plan, "left:output").dtype == base.activation
     assert not spec_of(plan, "left:output").symmetric
 
@@ -127,7 +124,7 @@ def test_both_operands_may_be_one_tensor():
     b = GraphBuilder()
     y = b.conv(b.input(), "conv")
     plan = make_plan(b.graph(b.op("MatMul", [y, y], "square:output")), wide("conv"))
-    assert (spec_of(plan, "conv:output").dtype, spec_of(plan, "conv:output").symmetric) == (uint16, True)
+    assert (spec_of(plan, "conv:output").dtype, spec_of(plan, "conv:output").symmetric) == (qsdk.uint16, True)
 
 
 def test_biases_follow_an_input_that_is_raised():
@@ -203,7 +200,7 @@ def test_the_weight_of_a_decomposed_layer_norm_is_symmetric_iff_it_has_16_bits()
 
 
 def test_unknown_hardware():
-    with pytest.raises(ConfigError, match="unknown hardware 'v1'; known are aimet, v66, v68, v69, v73"):
+    with pytest.raises(qsdk.ConfigError, match="unknown hardware 'v1'; known are aimet, v66, v68, v69, v73"):
         make_plan(product(), replace(w8a8(), hardware="v1"))
 
 

@@ -9,13 +9,11 @@ import pytest
 from plans import embedding, inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
 
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError, Encoding, QuantConfig, float16, int8, int32, uint8, uint16, w4a8, w8a8, w8a16
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.graph_layers import graph_layers
 from qsdk.core.layers.layer_problem import Activation
-from qsdk.core.numerics.dtypes import DTYPES, float16, int8, int32, uint8, uint16
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.patterns.terms import Pattern, op, stored
 from qsdk.core.planning.from_encodings import plan_as_given, plan_with_given

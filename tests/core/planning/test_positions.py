@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 from zoo_models import distinct, tokens
 
-from qsdk import check_parity, export, quantize
-from qsdk.core.config.config import w8a8
+from qsdk import check_parity, export, quantize, w8a8
 
 ANGLE = "an angle made of positions"
 INTEGERS = "made of shapes and integers"

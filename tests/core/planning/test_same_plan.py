@@ -20,10 +20,7 @@ from torch_models import calibrated, seeded
 from zoo_models import ZOO, Recurrent, distinct
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.sim import OnnxSim
-from qsdk import calibrate, check_parity, export, quantize
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ModelError
+from qsdk import ModelError, OnnxSim, QuantSim, calibrate, check_parity, export, quantize, w8a8
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import PerTensor
 from qsdk.core.planning.graph_matching import match_graphs
@@ -31,7 +28,6 @@ from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
 from torch_bridge.calibrate import stored_values
 from torch_bridge.prepare import prepare
-from torch_bridge.sim import QuantSim
 
 
 def marked(names: Iterable[Any], *, slow: Iterable[Any] = (), nightly: Iterable[Any] = ()) -> list[Any]:

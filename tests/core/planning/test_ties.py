@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from strategies import GraphBuilder
 
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.ties import PASS_THROUGH, Classes, find_rescaled, find_ties, keeps_grid

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from qsdk.core.numerics.dtypes import uint8
-from qsdk.core.numerics.encoding import Encoding
+from qsdk import Encoding, uint8
 from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.precision.advice import SiteSample, decibels, noise_to_signal

@@ -6,10 +6,7 @@ from islands import BATCHES, DOORS, batches, dtypes, in_runtime, outputs, sim_at
 from onnx import TensorProto
 
 from onnx_backend.proto.model_io import load
-from qsdk import calibrate, check_parity, export, quantize
-from qsdk.core.config.config import w4a8
-from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import float16
+from qsdk import ConfigError, calibrate, check_parity, export, float16, quantize, w4a8
 
 both = pytest.mark.parametrize("door", DOORS)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.core.numerics.dtypes import int4, int8, uint8, uint16
+from qsdk import int4, int8, uint8, uint16
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

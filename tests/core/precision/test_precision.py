@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from islands import DOORS, batches, dtypes, everything, outputs, sim_at
 from torch import nn
 
-from qsdk import calibrate
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError, DataError, ModelError
-from qsdk.core.numerics.dtypes import float16, float32, int8, uint8, uint16
+import qsdk
+from qsdk import ConfigError, DataError, ModelError, calibrate, float16, float32, int8, seq_mse, uint8, uint16, w8a8
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges.estimators import estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs.layers import adaround, seq_mse
 
 both = pytest.mark.parametrize("door", DOORS)
 
@@ -382,7 +379,7 @@ def test_the_search_skips_float_layers_and_a_trained_sim_changes_too():
     sim = sim_at("torch", "w4a8")
     sim.set_precision("fc1", float16)
     sim.set_precision("conv2", float32)
-    for verb in (seq_mse, adaround):
+    for verb in (seq_mse, qsdk.adaround):
         notes = {row["site"]: row["note"] for row in verb(sim, batches("torch"), progress=False).rows}
         assert "kept float16 by a rule" in notes["fc1:weight"]
         assert "kept float32 by a rule" in notes["conv2:weight"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError
 from qsdk.core.precision.search import Assignment, TimeBudget
 
 

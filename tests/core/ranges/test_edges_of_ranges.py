@@ -10,7 +10,7 @@ from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.proto.external_data import data_facts
 from onnx_backend.runtimes.validate import validate
-from qsdk.core.numerics.dtypes import int8, int16
+from qsdk import int8, int16
 from qsdk.core.numerics.fixed_point import tie_in_range, ties_possible
 from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.ranges.ranges import SMALLEST_SCALE, Range, encoding_from_range

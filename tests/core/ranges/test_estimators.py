@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.numerics.dtypes import DTYPES, dtype_named, float8e4m3fn, int4, int8, int16, uint8, uint16
+from qsdk import CalibrationError, ConfigError, float8e4m3fn, int4, int8, int16, uint8, uint16
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.estimators import (
     METHODS,

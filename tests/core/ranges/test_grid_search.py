@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.numerics.dtypes import DTYPES, float8e4m3fn, int4, int8, uint8, uint16
-from qsdk.core.numerics.encoding import Encoding
+from qsdk import Encoding, float8e4m3fn, int4, int8, uint8, uint16
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerChannel, Spec
 from qsdk.core.ranges.estimators import _Counted, _each_cost, least_error, least_error_counted
 from qsdk.core.ranges.histogram import histogram_of

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.errors import CalibrationError
+from qsdk import CalibrationError
 from qsdk.core.ranges.histogram import (
     SAMPLES,
     STEPS,

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from strategies import MINIFLOATS
 
-from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk import CalibrationError, ConfigError, Encoding, float16, int2, int4, int8, int16, uint4, uint8, uint16
 from qsdk.core.numerics.block_scales import round_up_to_digits
-from qsdk.core.numerics.dtypes import DTYPES, float16, int2, int4, int8, int16, uint4, uint8, uint16
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.ranges import SMALLEST_SCALE, Range, encoding_from_range, range_of
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qsdk.core.numerics.dtypes import int8, uint8
+from qsdk import int8, uint8
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.ranges.estimators import METHODS, estimator
 from qsdk.core.ranges.ranges import Range

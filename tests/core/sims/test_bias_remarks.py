@@ -8,7 +8,7 @@ from onnx import numpy_helper
 from torch import nn
 
 import qsdk
-from qsdk.core.numerics.encoding import Encoding
+from qsdk import Encoding
 
 BATCH = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 BIAS = (3.0, 0.004, -0.003, 0.005, 0.002, 0.0)

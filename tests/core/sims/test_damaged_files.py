@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 import qsdk
+from qsdk import ConfigError, Encoding, FileFormatError, int8
 from qsdk.algorithms.checkpoint import Checkpoint
-from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.layers.layer_problem import Solution
-from qsdk.core.numerics.dtypes import int8
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor, Spec
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qsdk import ExportError
 from qsdk.core.atomic_files import write_atomically, write_bytes, write_text, write_with_companions
-from qsdk.core.errors import ExportError
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -11,17 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from islands import BATCHES, DOORS, batches, everything, outputs, sim_at
 
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w4a8
+import qsdk
+from qsdk import CalibrationError, ConfigError, FileFormatError, calibrate, export, float16, load_encodings, quantize
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.encodings.qsdk_format import StoredEncodings
-from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
-from qsdk.core.numerics.dtypes import bfloat16, float16
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.state import owns_encoding
-from qsdk.verbs.files import load_encodings, save_encodings
-from qsdk.verbs.layers import adaround, seq_mse
 
 both = pytest.mark.parametrize("door", DOORS)
 WEIGHTS = ["conv1:weight", "conv2:weight", "fc1:weight", "fc2:weight"]
@@ -115,7 +110,7 @@ def test_frozen_is_neither_searched_nor_trained():
     sim = sim_at("torch", "w4a8")
     sim.freeze("fc1")
     before, weight = sim.encodings, sim.model.fc1.weight.detach().clone()
-    for verb in (seq_mse, adaround):
+    for verb in (qsdk.seq_mse, qsdk.adaround):
         notes = {row["site"]: row["note"] for row in verb(sim, batches("torch"), progress=False).rows}
         assert notes["fc1:weight"] == "its encoding is frozen"
         assert torch.equal(sim.model.fc1.weight, weight)
@@ -131,7 +126,7 @@ def test_frozen_is_neither_searched_nor_trained():
 def saved(sim, tmp_path, form):
     """A file with the sim's encodings."""
     if form == "json":
-        save_encodings(sim, tmp_path / "e.json")
+        qsdk.save_encodings(sim, tmp_path / "e.json")
         return tmp_path / "e.json"
     export(sim, tmp_path / "m.onnx")
     return tmp_path / ("m.onnx" if form == "onnx" else "m.encodings.json")
@@ -193,7 +188,7 @@ def test_encodings_loaded_as_frozen_are_not_calibrated_again(door, tmp_path):
 def test_strict_loading_lists_every_unknown_name_and_otherwise_quantizers_stay(door, tmp_path):
     sim = sim_at(door)
     stored = sim.encodings
-    other = Encoding(stored["fc1:weight"].dtype, np.float32([1]), np.int32([0]))
+    other = qsdk.Encoding(stored["fc1:weight"].dtype, np.float32([1]), np.int32([0]))
     for site in ("conv1:weight", "x:input", "relu1:output"):
         del stored[site]
     stored |= {"conv9:weight": other, "bn1:output": other, "zzz": other}
@@ -276,7 +271,7 @@ def test_float16_sites_are_held_against_the_plan(door, tmp_path):
         load_encodings(sim_at(door), path)
     for casts, detail in (
         ({}, "1 not in the file: relu1:output"),
-        ({"relu1:output": bfloat16}, "1 different: relu1:output (bfloat16 in the file, float16 in the plan)"),
+        ({"relu1:output": qsdk.bfloat16}, "1 different: relu1:output (bfloat16 in the file, float16 in the plan)"),
     ):
         path.write_text(qsdk_format.dumps(sim.encodings, {}, casts))
         with pytest.raises(FileFormatError) as caught:
@@ -324,7 +319,7 @@ def test_bad_files_and_options_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r'freeze=3 is unknown; choose False, True, "weights", "activations"'):
         load_encodings(sim, path, freeze=3)
     with pytest.raises(CalibrationError, match="these sites have no encoding"):
-        save_encodings(sim_at("onnx", data=False), tmp_path / "e.json")
+        qsdk.save_encodings(sim_at("onnx", data=False), tmp_path / "e.json")
 
 
 def test_a_model_in_memory_and_a_file_of_another_door_load_too(tmp_path):
@@ -385,5 +380,5 @@ def test_a_file_for_other_dtypes_is_refused_site_by_site(tmp_path):
     ):
         load_encodings(sim_at("onnx"), path)
     sim = sim_at("onnx")
-    sim.replan(w4a8())
+    sim.replan(qsdk.w4a8())
     load_encodings(sim, path)

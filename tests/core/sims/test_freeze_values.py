@@ -10,16 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded
 
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w4a8, w8a16
-from qsdk.core.errors import ConfigError, FileFormatError
+import qsdk
+from qsdk import ConfigError, calibrate, correct_bias, equalize, export, gptq, quantize, save, seq_mse, w4a8, w8a16
 from qsdk.core.sims.state import put_back_on_error, read_frozen_values
-from qsdk.verbs.bias import correct_bias, reestimate_batch_norm
 from qsdk.verbs.doors.choose import Sim
-from qsdk.verbs.files import load, save
-from qsdk.verbs.layers import adaround, gptq, seq_mse
-from qsdk.verbs.scaling import equalize, smooth_quant
-from torch_bridge.sim import QuantSim
 
 X = seeded(16, 2, 6, 6)
 
@@ -51,13 +45,13 @@ def sim_of_either_door(door: str, folder: Path) -> tuple[Sim, Any]:
 
 VERBS: dict[str, Callable[[Sim, Any], Any]] = {
     "seq_mse": lambda sim, x: seq_mse(sim, [x], progress=False),
-    "adaround": lambda sim, x: adaround(sim, [x], progress=False),
+    "adaround": lambda sim, x: qsdk.adaround(sim, [x], progress=False),
     "gptq": lambda sim, x: gptq(sim, [x], progress=False),
     "correct_bias": lambda sim, x: correct_bias(sim, [x], progress=False),
     "correct_bias analytic": lambda sim, x: correct_bias(sim, method="analytic"),
     "equalize": lambda sim, x: equalize(sim, [x], progress=False),
-    "smooth_quant": lambda sim, x: smooth_quant(sim, [x], progress=False),
-    "reestimate_batch_norm": lambda sim, x: reestimate_batch_norm(sim, [x], progress=False),
+    "smooth_quant": lambda sim, x: qsdk.smooth_quant(sim, [x], progress=False),
+    "reestimate_batch_norm": lambda sim, x: qsdk.reestimate_batch_norm(sim, [x], progress=False),
 }
 
 
@@ -89,7 +83,7 @@ def test_every_verb_leaves_frozen_values_or_is_refused_by_name(door: str, tmp_pa
     assert any(not np.array_equal(value, start[site]) for site, value in stored(sim).items())
 
 
-def trained(sim: QuantSim, **options: Any) -> None:
+def trained(sim: qsdk.QuantSim, **options: Any) -> None:
     with sim.training(learn_scales=True, **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
         for _ in range(2):
@@ -169,8 +163,8 @@ def test_frozen_values_are_saved(tmp_path: Path):
     sim = calibrated(model, X)
     sim.freeze("head", values=True)
     save(sim, str(tmp_path / "sim.qsdk"))
-    again = load(str(tmp_path / "sim.qsdk"), model)
+    again = qsdk.load(str(tmp_path / "sim.qsdk"), model)
     assert again.frozen_values == sim.frozen_values == {"head:weight", "head:bias"}
     export(again, str(tmp_path / "m.onnx"))
-    with pytest.raises(FileFormatError, match=r"there freezes the values of 'nowhere:weight', which is no site"):
+    with pytest.raises(qsdk.FileFormatError, match=r"there freezes the values of 'nowhere:weight', which is no site"):
         read_frozen_values(["nowhere:weight"], sim.plan, "there")

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 
+from qsdk import Report
 from qsdk.core import report
-from qsdk.core.report import Report
 
 
 def test_a_table_aligns_numbers_right_and_words_left():

@@ -30,16 +30,11 @@ from torch_models import (
     seeded,
 )
 
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w4a8, w8a8
-from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
-from qsdk.core.numerics.dtypes import bfloat16, float16, float32
+import qsdk
+from qsdk import ConfigError, ExportError, FileFormatError, ModelError, calibrate, export, load, quantize, save, w8a8
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.sims.sim_file import different_sites, plan_to_json, read_plan
 from qsdk.core.sims.state import Methods
-from qsdk.verbs.files import load, save
-from qsdk.verbs.layers import adaround
-from torch_bridge.sim import QuantSim
 
 both = pytest.mark.parametrize("door", DOORS)
 HERE = Path(__file__).parent
@@ -49,8 +44,8 @@ def rich(door):
     """A sim with all that a file must hold: mixed precision, frozen encodings, folded BatchNorms that a rule names."""
     sim = sim_at(door, "w4a8", fold=True)
     sim.set_precision("fc1", weight="int8", activation="uint16")
-    sim.set_precision("*1", float16)
-    sim.set_precision("fc2:weight", bfloat16)
+    sim.set_precision("*1", qsdk.float16)
+    sim.set_precision("fc2:weight", qsdk.bfloat16)
     sim.freeze("conv2")
     return sim
 
@@ -145,11 +140,11 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_every_kind_of_module_comes_back(name, tmp_path):
     model, example = MODULES[name]()
-    sim = calibrated(model, example, w4a8())
+    sim = calibrated(model, example, qsdk.w4a8())
     with torch.no_grad():
         for parameter in sim.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    adaround(sim, [example], progress=False)
+    qsdk.adaround(sim, [example], progress=False)
     save(sim, tmp_path / "sim.qsdk")
     fresh, _ = MODULES[name]()
     with torch.no_grad():
@@ -444,6 +439,6 @@ def test_a_plan_survives_json(door):
     back = read_plan(json.loads(json.dumps(plan_to_json(sim.plan))))
     assert back == sim.plan
     assert different_sites(back, sim.plan) == []
-    sim.set_precision("fc1", float32)
+    sim.set_precision("fc1", qsdk.float32)
     assert set(different_sites(back, sim.plan)) >= {"fc1:weight", "relu3:output"}
-    assert isinstance(sim, QuantSim) == (door == "torch")
+    assert isinstance(sim, qsdk.QuantSim) == (door == "torch")

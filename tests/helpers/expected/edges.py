@@ -11,9 +11,7 @@ from exact_products import exact_sessions
 from torch import Tensor, nn
 from torch_models import calibrated
 
-from qsdk import check_parity, export
-from qsdk.core.config.config import QuantConfig
-from torch_bridge.sim import QuantSim
+from qsdk import QuantConfig, QuantSim, check_parity, export
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.pytree import argument_leaves, name_leaves, tensors_of
 

@@ -18,11 +18,8 @@ from zoo_models import ZOO, distinct
 
 import qsdk
 from onnx_backend.runtime.session import simulation_session
-from onnx_backend.sim import OnnxSim
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, weight_only
-from qsdk.core.report import Report
+from qsdk import OnnxSim, QuantConfig, QuantSim, Report, w4a8, w4a16, w8a8, weight_only
 from qsdk.verbs.doors.choose import Sim
-from torch_bridge.sim import QuantSim
 
 Verb = Callable[..., Report]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsdk import Encoding
 from qsdk.core.layers.layer_problem import Layer
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 

@@ -8,7 +8,7 @@ from onnx import ModelProto
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 ROUNDINGS = ("half_even", "half_up", "half_away", "gemmlowp")
 

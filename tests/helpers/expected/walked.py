@@ -11,8 +11,8 @@ from onnx_backend.lower import lower
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.session import simulation_session
-from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.layer_walk import OnnxStep
+from qsdk import OnnxSim
 from qsdk.algorithms.problems.calls import gather_patches
 from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.planning.plan import Plan

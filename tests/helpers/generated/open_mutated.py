@@ -12,7 +12,7 @@ import qsdk
 from onnx_backend.lower import insert
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.feeds import random_feeds
-from qsdk.core.errors import QsdkError
+from qsdk import QsdkError
 from qsdk.core.planning.plan import Plan
 
 MEMORY = 12 * 2**30

@@ -10,8 +10,7 @@ from random_networks import random_network
 from torch import Tensor, nn
 
 import qsdk
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16, weight_only
-from qsdk.core.errors import QsdkError
+from qsdk import QsdkError, QuantConfig, w4a8, w8a8, w8a16, weight_only
 
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 #: what an export may say of an ordinary session: roundings that turned, and the file's own need of an option

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from qsdk import Encoding
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from qsdk import DType, Encoding
 from qsdk.core.graph.graph import Graph, Op, Tensor
-from qsdk.core.numerics.dtypes import DTYPES, DType
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 
 GRANULARITIES = ("tensor", "channel", "block")
 FILLINGS = ("random", "ties", "extreme")

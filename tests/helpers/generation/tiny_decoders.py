@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
-from torch_bridge.sim import QuantSim
+from qsdk import QuantConfig, QuantSim
 
 #: the argument and the output that hold a cache; transformers 5.24 has renamed them
 CACHE = "cache" if "cache" in inspect.signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"

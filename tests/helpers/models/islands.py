@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch_models import randomized
 
 import qsdk
-from qsdk import calibrate, quantize
-from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.verbs.files import load
-from torch_bridge.sim import QuantSim
+from qsdk import QuantConfig, QuantSim, calibrate, load, quantize, w8a8
 
 DOORS = ("torch", "onnx")
 RNG = np.random.default_rng(5)

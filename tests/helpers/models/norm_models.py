@@ -8,7 +8,7 @@ from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk import QuantConfig, w8a8
 from qsdk.core.planning.make_plan import make_plan
 
 SHAPE = (2, 6, 4, 8)

@@ -8,8 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.external_data import array
 from onnx_backend.qdq.marks import mark
-from qsdk.core.config.config import QuantConfig
-from qsdk.core.numerics.encoding import Encoding
+from qsdk import Encoding, QuantConfig
 from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of

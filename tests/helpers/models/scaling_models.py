@@ -10,8 +10,7 @@ from torch_models import seeded
 
 from onnx_backend.data_passes.passes import with_sites_as_outputs
 from onnx_backend.runtime.session import simulation_session
-from qsdk import quantize
-from qsdk.core.config.config import QuantConfig
+from qsdk import QuantConfig, quantize
 
 
 class Chain(nn.Module):

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qsdk import calibrate, quantize
-from qsdk.core.config.config import QuantConfig, w8a8
-from torch_bridge.sim import QuantSim
+from qsdk import QuantConfig, QuantSim, calibrate, quantize, w8a8
 
 
 def sim_of(model: nn.Module, example: Any, config: QuantConfig | None = None, **options: Any) -> QuantSim:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_bridge.sim import QuantSim
+from qsdk import QuantSim
 
 
 class Residual(nn.Module):

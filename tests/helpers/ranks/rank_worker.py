@@ -9,9 +9,9 @@ from typing import Any
 from layer_walks import plain_walk, recorded
 from rank_group import in_process_group
 
+from qsdk import ConfigError, QsdkError
 from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
-from qsdk.core.errors import ConfigError, QsdkError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
 #: what is solved with all data on one rank and dealt out on several, with the same bits

@@ -13,7 +13,7 @@ from torch_models import seeded
 from trainable_norm_models import fresh
 
 import qsdk
-from torch_bridge.sim import QuantSim
+from qsdk import QuantSim
 
 BATCHES = [seeded(8, 2, 6, 6, seed=k) for k in range(4)]
 

@@ -20,8 +20,7 @@ from torch_models import calibrated, seeded
 from training_models import Transformer, loss_of
 
 import qsdk
-from qsdk.core.errors import ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ModelError, QuantSim
 
 BATCHES = [seeded(8, 5, 4, seed=seed) for seed in range(4)]
 

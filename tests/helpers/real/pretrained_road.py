@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import qsdk
 from onnx_backend.runtime.session import simulation_session
-from qsdk.core.report import Report
-from torch_bridge.sim import QuantSim
+from qsdk import QuantSim, Report
 
 Batch = Tensor | Mapping[str, Tensor]
 

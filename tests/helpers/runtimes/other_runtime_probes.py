@@ -11,7 +11,7 @@ from onnx_backend.runtimes.qnn import QnnRunner
 from onnx_backend.runtimes.registry import open_in, runtime_named
 from onnx_backend.runtimes.runner import Runner
 from onnx_backend.runtimes.tables import REFUSED, Fault, Where
-from qsdk.core.errors import ModelError, QsdkError
+from qsdk import ModelError, QsdkError
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
 

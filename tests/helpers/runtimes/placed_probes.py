@@ -10,7 +10,7 @@ from placed_ops import SHAPES, Op
 
 from onnx_backend.parity.teacher import RunOn
 from onnx_backend.runtimes.registry import open_in, runtime_named
-from qsdk.core.errors import ModelError, QsdkError
+from qsdk import ModelError, QsdkError
 
 Front = Literal["", "Add", "Reshape", "Transpose", "Conv"]
 Grids = Literal["own", "same", "shared"]

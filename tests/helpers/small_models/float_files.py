@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zoo_models import ZOO
 
 from onnx_backend.opening.from_trace import open_traced
-from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk import QuantConfig, w8a8
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from fake_walk import FakeWalk
 
+from qsdk import int4
 from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.layers.layer_problem import Layer, LayerProblem, Solution, WeightLayout
-from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.spec import PerChannel, Spec
 
 WIDTH = 6

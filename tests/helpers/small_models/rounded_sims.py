@@ -5,8 +5,7 @@ import onnxruntime as ort
 import torch
 from bias_models import data_of, images, layers, onnx_layers
 
-from qsdk import calibrate, quantize, w4a8
-from qsdk.core.config.config import QuantConfig
+from qsdk import QuantConfig, calibrate, quantize, w4a8
 
 #: int3 with a layer in blocks, one per tensor of 8 bits, one in float16
 MIXED = w4a8().override("*", weight="int3").override("depthwise", weight="int8").skip("mixed*", dtype="float16")

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch_models import BatchNormNet, calibrated, randomized, seeded
 
-from qsdk.core.config.config import QuantConfig, w8a8
-from torch_bridge.sim import QuantSim
+from qsdk import QuantConfig, QuantSim, w8a8
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 #: dtype, and a zero point within its grid.
 KINDS = {"uint8": (UINT8, 117), "int8": (INT8, -9), "uint16": (UINT16, 31000), "int4": (INT4, 1)}

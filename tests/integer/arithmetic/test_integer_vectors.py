@@ -6,9 +6,7 @@ from integer_comparison import compare, noise
 from integer_models import INT8, UINT8, UINT16, Net
 
 from onnx_backend.integer.convert import convert
-from qsdk import calibrate, export, quantize, to_integer
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError, calibrate, export, quantize, to_integer, w8a8
 
 
 def product(form, encoding=(0.031, 119, UINT8), behind=""):

@@ -17,7 +17,7 @@ from onnx_backend.integer.ir.builder import Builder, requantize
 from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
-from qsdk.core.errors import ConfigError, IntegerError
+from qsdk import ConfigError, IntegerError
 
 MANTISSAS = [2**30, 2**30 + 1, 3 * 2**29, 2**31 - 1, 2**31 - 2, 1518500250, 1234567891]
 

@@ -11,7 +11,7 @@ from integer_models import Net
 from onnx import TensorProto
 
 from onnx_backend.integer.convert import convert
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 
 def on_grid(x, scale=0.031, zero=119):

@@ -7,7 +7,7 @@ from integer_models import LEVELS, UINT8, UINT16, Net, run, simulate
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.verify.integer_only import integer_findings
-from qsdk.core.errors import ConfigError, IntegerError
+from qsdk import ConfigError, IntegerError
 
 
 def with_island(op="Cos", dtype=UINT8, zero=117):

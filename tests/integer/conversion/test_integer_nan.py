@@ -6,7 +6,7 @@ from onnx import helper
 from qdq_models import make_model, weights
 
 import qsdk
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 

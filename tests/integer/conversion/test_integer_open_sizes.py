@@ -16,7 +16,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.passes.static_sizes import propagate_static_sizes
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 
 def grown_mean(size):

@@ -9,7 +9,7 @@ from onnx import TensorProto
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.proto.inputs import with_shapes
-from qsdk.core.errors import ConfigError, IntegerError
+from qsdk import ConfigError, IntegerError
 
 
 def test_a_sum_over_a_dynamic_axis_needs_its_size(tmp_path):

@@ -6,7 +6,7 @@ from integer_comparison import ENCODINGS, compare, grid, noise
 from integer_models import INT8, UINT8, Net
 
 from onnx_backend.integer.convert import convert
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 
 def layer(encoding="uint8"):

@@ -15,7 +15,7 @@ from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.proto.inputs import with_shapes
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 # --- Einsum ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from onnx import TensorProto
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.reference.run import run_reference
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 LOWEST = float(np.finfo(np.float32).min)
 KEPT = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]]).reshape(3, 1, 6)

@@ -10,7 +10,7 @@ from integer_norms import extremes, normed
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 EPSILONS = [1e-12, 1e-5, 0.1]
 

@@ -11,7 +11,7 @@ from onnx import TensorProto
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.fixed_point.fixed_arithmetic import error_of_exponential
 from onnx_backend.integer.ir.values import Refused
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 OUT = (1 / 255, 0)
 

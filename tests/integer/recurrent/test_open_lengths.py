@@ -17,7 +17,7 @@ from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 
 
 @pytest.mark.spread(3)

@@ -17,7 +17,7 @@ from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.measure import compare_runtimes, index_bounds, measure, measured_inputs
-from qsdk.core.errors import IntegerError
+from qsdk import IntegerError
 from qsdk.core.numerics.fixed_point import round_shift
 
 

@@ -15,8 +15,8 @@ from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.files import archive, header
 from onnx_backend.integer.firmware.program import firmware_program
 from onnx_backend.integer.reference.run import run_reference
+from qsdk import ConfigError, ExportError, IntegerError
 from qsdk.cli import main
-from qsdk.core.errors import ConfigError, ExportError, IntegerError
 from qsdk.verbs.qdq_files import opened_qdq
 
 

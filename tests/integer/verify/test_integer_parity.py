@@ -11,7 +11,7 @@ from onnx import numpy_helper
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.verify.op_parity import run_teacher_forced
-from qsdk.core.errors import DataError
+from qsdk import DataError
 
 
 def feeds(shape=(2, 3, 12, 12)):

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
-from qsdk.core.errors import DataError, IntegerError
+from qsdk import DataError, IntegerError
 
 INT32, INT64, UINT64, BOOL = TensorProto.INT32, TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL
 

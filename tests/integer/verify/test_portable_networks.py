@@ -13,7 +13,7 @@ from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.portable.numbers import LIMITS
 from onnx_backend.integer.verify.measure import random_inputs
-from qsdk.core.errors import ConfigError, IntegerError
+from qsdk import ConfigError, IntegerError
 
 #: onnx's own evaluator gives a MaxPool with auto_pad another shape than the standard says.
 OTHER_SHAPES = {"pools": ("evaluator",)}

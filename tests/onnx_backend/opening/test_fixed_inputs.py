@@ -8,9 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.from_float import open_float
-from qsdk import calibrate, check_parity, export, quantize, to_integer
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError, IntegerError
+from qsdk import ConfigError, IntegerError, calibrate, check_parity, export, quantize, to_integer, w8a8
 
 
 def by_sample_rate() -> onnx.ModelProto:

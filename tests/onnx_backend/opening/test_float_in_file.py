@@ -5,9 +5,7 @@ from foreign_models import aimet, by_onnxruntime, pt2e
 from qdq_models import convnet, mlp
 
 from onnx_backend.opening.encodings_of_file import FLOAT_IN_FILE
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w8a8
-from qsdk.verbs.files import load, save
+from qsdk import calibrate, export, load, quantize, save, w8a8
 
 
 def floats(sim):

@@ -9,15 +9,13 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
 from qdq_models import convnet, make_model, mlp
 
+import qsdk
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import stamp
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session import simulation_session
-from qsdk import calibrate, check_parity, export, quantize, to_integer
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError, FileFormatError, ModelError
+from qsdk import ConfigError, FileFormatError, calibrate, check_parity, export, quantize, to_integer, validate, w8a8
 from qsdk.core.numerics.dtypes import dtype_named
-from qsdk.verbs.qdq_files import validate
 
 RNG = np.random.default_rng(11)
 SHAPES = {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}
@@ -111,7 +109,9 @@ def test_a_tensor_of_two_types_keeps_both_encodings(tmp_path):
     options = of_tool(U8, S8, True, TensorQuantOverrides=overrides)
     sim = adopted(by_onnxruntime(mlp(), (4, 6), tmp_path, **options), tmp_path)
     assert [sim.encodings[site].dtype.name for site in ("relu:output", "relu:output_1")] == ["uint8", "uint16"]
-    with pytest.raises(ModelError, match=r"'r' is quantized twice, as relu:output and as relu:output_1.*config=None"):
+    with pytest.raises(
+        qsdk.ModelError, match=r"'r' is quantized twice, as relu:output and as relu:output_1.*config=None"
+    ):
         quantize(tmp_path / "quantized.onnx", None, w8a8())
 
 

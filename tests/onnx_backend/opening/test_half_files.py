@@ -16,8 +16,7 @@ import qsdk
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.sim import OnnxSim
-from qsdk.core.errors import DataError
+from qsdk import DataError, OnnxSim
 
 node = helper.make_node
 #: of a scale, against that of the float32 file: weights and activations are rounded to the type

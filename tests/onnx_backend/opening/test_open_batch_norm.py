@@ -11,7 +11,7 @@ from torch import nn
 
 import qsdk
 from onnx_backend.opening.from_float import open_float
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 
 node = helper.make_node
 RNG = np.random.default_rng(0)

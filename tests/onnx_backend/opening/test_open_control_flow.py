@@ -9,7 +9,7 @@ from qdq_models import make_model, weights
 import qsdk
 from onnx_backend.lower import insert
 from onnx_backend.opening.from_float import open_float
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 from qsdk.core.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("exact_products")

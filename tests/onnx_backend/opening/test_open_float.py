@@ -9,8 +9,7 @@ from qdq_models import convnet, make_model, mlp, weights
 import qsdk
 from onnx_backend.lower import insert
 from onnx_backend.opening.from_float import open_float
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import FileFormatError, ModelError
+from qsdk import FileFormatError, ModelError, w8a8
 from qsdk.core.planning.plan import Plan
 
 node, value = helper.make_node, helper.make_tensor_value_info

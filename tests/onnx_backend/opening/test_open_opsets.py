@@ -10,8 +10,7 @@ from qdq_models import convnet, make_model, weights
 import onnx_backend.passes.convert_opset as raising
 from onnx_backend.opening.from_float import open_float
 from onnx_backend.proto.opsets import opset_of
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import FileFormatError, ModelError
+from qsdk import FileFormatError, ModelError, w8a8
 
 node = helper.make_node
 RNG = np.random.default_rng(0)

@@ -10,8 +10,7 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata, set_metadata
 from onnx_backend.proto.opsets import at_opset, opset_of
 from onnx_backend.qdq.marks import mark, mark_node
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import FileFormatError, ModelError
+from qsdk import FileFormatError, ModelError, w8a8
 from qsdk.core.planning.make_plan import make_plan
 
 node = helper.make_node

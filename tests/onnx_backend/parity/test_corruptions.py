@@ -13,7 +13,7 @@ from onnx_backend.parity.float_outputs import verdict
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.nodes import replace_nodes
-from qsdk.core.errors import DataError
+from qsdk import DataError
 
 RNG = np.random.default_rng(5)
 VECTORS = RNG.normal(size=(16, 6)).astype(np.float32)

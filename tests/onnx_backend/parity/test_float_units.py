@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from onnx_backend.parity.float_outputs import verdict
+from qsdk import Encoding, int16, uint8, uint16
 from qsdk.core.comparing.tally import Tally, in_units, lsb
-from qsdk.core.numerics.dtypes import int16, uint8, uint16
-from qsdk.core.numerics.encoding import Encoding
 
 
 def test_float64_distances_are_exact_for_neighbours_and_large_across_zero():

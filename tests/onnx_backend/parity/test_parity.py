@@ -11,11 +11,8 @@ from onnx_backend.parity.cuts import cut_model, find_cuts
 from onnx_backend.parity.parity import check
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.sim import OnnxSim
+from qsdk import DataError, Encoding, OnnxSim, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.comparing.tally import float_lsb
-from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.errors import DataError
-from qsdk.core.numerics.encoding import Encoding
 
 RNG = np.random.default_rng(3)
 BATCHES = [RNG.normal(size=(n, 6)).astype(np.float32) for n in (16, 5)]

@@ -17,9 +17,7 @@ from random_networks import random_network
 from torch import nn
 
 from onnx_backend.runtime.session import simulation_session
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
-from qsdk.verbs.files import load, save
+from qsdk import QuantConfig, calibrate, export, load, quantize, save, w4a8, w4a16, w8a8, w8a16
 
 QUICK, SLOW = range(1), range(1, 40)
 CONFIGS = {

@@ -9,8 +9,7 @@ from qdq_models import convnet, make_model, mlp, prepared
 import qsdk
 from onnx_backend.data_passes.session_parity import check_session
 from onnx_backend.lower import insert
-from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.errors import DataError, ModelError
+from qsdk import DataError, ModelError, w4a8, w4a16, w8a8, w8a16
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(4, 3, 8, 8)).astype(np.float32)

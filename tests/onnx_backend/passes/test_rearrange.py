@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.passes.fold_constants import fold_rearranged, is_full_slice
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.unquantizable import steering_tensors

@@ -14,8 +14,7 @@ import qsdk
 from onnx_backend.proto.external_data import array, read_external_data
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.session_input import session_of
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError, w8a8
 
 BATCH = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 

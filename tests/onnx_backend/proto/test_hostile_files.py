@@ -15,8 +15,8 @@ from torch_models import ConvNet, calibrated, seeded
 
 import qsdk
 from onnx_backend.proto.write_file import write_files
+from qsdk import ExportError, FileFormatError
 from qsdk.core.atomic_files import write_text, write_with_companions
-from qsdk.core.errors import ExportError, FileFormatError
 
 OWN = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
 NEG = helper.make_node("Neg", ["a"], ["c"])

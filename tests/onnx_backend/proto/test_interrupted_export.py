@@ -12,8 +12,8 @@ import pytest
 from large_models import batches, external_stack, leftovers
 
 import qsdk
+from qsdk import FileFormatError
 from qsdk.core.atomic_files import staging
-from qsdk.core.errors import FileFormatError
 
 WIDTH = 700
 #: for each line that it reads, a child of its own exports two models of one float file to one path, and is killed after

@@ -20,9 +20,8 @@ from onnx_backend.proto.external_data import DATA_KEY, INLINE, array, data_facts
 from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_large
 from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_files
-from qsdk.core.errors import ExportError, FileFormatError
+from qsdk import Encoding, ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES
-from qsdk.core.numerics.encoding import Encoding
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

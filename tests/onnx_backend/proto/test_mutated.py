@@ -11,7 +11,7 @@ from mutated_models import bases, judged, mutations
 
 from onnx_backend.lower import insert
 from onnx_backend.opening.from_float import open_float
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 
 GOOD = ("refused: ", "equal", "not run: ")
 

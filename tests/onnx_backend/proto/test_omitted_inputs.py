@@ -10,7 +10,7 @@ import pytest
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
 import qsdk
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError
 
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
 X, Y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in "xy")

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto
 from torch import nn
 
 import qsdk
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError
 
 PORTS = '{"inputs":{"0":["0:weight","weight"]},"outputs":{"0":["0:output","activation","y"]}}'
 

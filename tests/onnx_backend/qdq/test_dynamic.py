@@ -13,8 +13,7 @@ from torch import nn
 import qsdk
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.read import dynamic_pairs
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError, w8a8
 from qsdk.core.numerics import affine
 
 DYNAMIC = w8a8().override(dynamic_activations=True)

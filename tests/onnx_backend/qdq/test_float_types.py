@@ -12,8 +12,8 @@ from onnx_backend.proto.nodes import attributes, is_mark
 from onnx_backend.qdq.marks import mark_node, open_qdq
 from onnx_backend.qdq.read import read
 from onnx_backend.workarounds.kernel_casts import insert_kernel_casts, note_single_roundings, remove_kernel_casts
+from qsdk import Encoding
 from qsdk.core.numerics.dtypes import dtype_named
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Decision, Plan
 

@@ -16,9 +16,7 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.workarounds.onnxruntime_barriers import EXACT_MATMUL, needed_options
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
-from qsdk.core.errors import ConfigError, ExportError
-from qsdk.core.numerics.dtypes import float32, int4, int8
+from qsdk import ConfigError, ExportError, QuantConfig, float32, int4, int8, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.numerics.spec import PerBlock, PerTensor
 
 node = helper.make_node

@@ -13,8 +13,7 @@ import qsdk
 from onnx_backend.qdq.layer_inputs import quantize_inputs
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.walk.layer_walk import walk_layers as onnx_walk
-from qsdk.core.config.config import QuantConfig, w8a8, weight_only
-from qsdk.core.errors import ConfigError, ExportError
+from qsdk import ConfigError, ExportError, QuantConfig, w8a8, weight_only
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type

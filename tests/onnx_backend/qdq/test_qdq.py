@@ -20,11 +20,9 @@ from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.marks import mark_node, open_qdq
 from onnx_backend.qdq.read import qdq_pairs, read, read_casts
 from onnx_backend.runtime.session import simulation_session
-from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
+from qsdk import ConfigError, Encoding, ExportError, FileFormatError, ModelError, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.numerics.block_scales import restrict_block_scales
 from qsdk.core.numerics.dtypes import DTYPES, dtype_named
-from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan

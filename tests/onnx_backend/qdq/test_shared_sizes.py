@@ -3,8 +3,7 @@
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from qsdk import calibrate, quantize
-from qsdk.core.config.config import w8a8
+from qsdk import calibrate, quantize, w8a8
 
 
 def two_states() -> ModelProto:

@@ -10,7 +10,7 @@ from torch import nn
 
 import qsdk
 from onnx_backend.proto.graph_queries import initializers
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError
 
 BATCHES = [torch.randn(2, 4, 6, 6) for _ in range(2)]
 

@@ -13,7 +13,7 @@ from onnx_backend.lower import insert
 from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.qdq.zero_points import write_zero_points
 from onnx_backend.runtime.session import simulation_session
-from qsdk.core.config.config import w4a8, w8a8, w8a16, weight_only
+from qsdk import w4a8, w8a8, w8a16, weight_only
 
 node = helper.make_node
 UNSIGNED = w8a8().override(op_type="Linear", weight="uint8", symmetric_weights=True)

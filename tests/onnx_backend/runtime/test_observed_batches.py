@@ -9,9 +9,7 @@ from onnx import helper
 from qdq_models import convnet
 
 from onnx_backend.calibration import observe as observing
-from onnx_backend.sim import OnnxSim
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import DataError
+from qsdk import DataError, OnnxSim, w8a8
 
 node = helper.make_node
 RNG = np.random.default_rng(5)

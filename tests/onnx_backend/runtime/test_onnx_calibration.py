@@ -11,9 +11,7 @@ from qdq_models import convnet, make_model, mlp, run, weights
 from onnx_backend.calibration import observe as observing
 from onnx_backend.calibration.observe import statistics_graph
 from onnx_backend.proto.nodes import is_mark
-from onnx_backend.sim import OnnxSim
-from qsdk.core.config.config import w4a8, w8a8
-from qsdk.core.errors import CalibrationError, ConfigError, DataError
+from qsdk import CalibrationError, ConfigError, DataError, OnnxSim, w4a8, w8a8
 from qsdk.core.ranges.estimators import METHODS, estimator, range_from_histogram, range_of_stored
 from qsdk.core.ranges.histogram import SAMPLES, histogram_of
 from qsdk.core.ranges.ranges import encoding_from_range, range_of

@@ -6,15 +6,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 from qdq_models import convnet, make_model, mlp, run, simulated_mlp, weights
 
+import qsdk
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.sim import OnnxSim
 from onnx_backend.validation import rules as validation_rules
-from qsdk import quantize
-from qsdk.core.config.config import w4a8, w8a8, w8a16
-from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
-from qsdk.core.numerics.dtypes import uint8
-from qsdk.core.numerics.encoding import Encoding
+from qsdk import CalibrationError, ConfigError, DataError, FileFormatError, OnnxSim, quantize, uint8, w4a8, w8a8, w8a16
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 node = helper.make_node
@@ -161,7 +157,7 @@ def test_a_moving_average_weighs_batches_by_a_tenth():
 
 def test_an_encoding_can_be_set_and_is_simulated():
     sim = calibrated()
-    coarse = Encoding(uint8, np.float32([0.5]), np.int32([0]))
+    coarse = qsdk.Encoding(uint8, np.float32([0.5]), np.int32([0]))
     sim.set_encoding("relu:output", coarse)
     np.testing.assert_array_equal(np.unique(sim.capture(BATCHES[0])["relu:output"]) % 0.5, 0)
     with pytest.raises(ConfigError, match="has no encoding of its own"):
@@ -208,7 +204,8 @@ def test_an_opened_file_can_be_calibrated_again():
 
 def test_what_cannot_be_quantized_says_why(tmp_path):
     with pytest.raises(
-        ModelError, match=r"quantized already \(node 'mm1:weight/dequantize' is DequantizeLinear\); pass config=None"
+        qsdk.ModelError,
+        match=r"quantized already \(node 'mm1:weight/dequantize' is DequantizeLinear\); pass config=None",
     ):
         OnnxSim.from_float(calibrated().qdq_model(), w8a8())
     with pytest.raises(FileFormatError, match="there is no file"):

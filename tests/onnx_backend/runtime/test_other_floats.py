@@ -16,7 +16,7 @@ from onnx_backend.runtime.compare_runs import compare_runs, float_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, random_feeds
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.session_input import session_of
-from qsdk.core.errors import DataError
+from qsdk import DataError
 
 node, value = helper.make_node, helper.make_tensor_value_info
 CODES = {

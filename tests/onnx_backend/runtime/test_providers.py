@@ -11,8 +11,8 @@ from qdq_models import convnet, make_model, mlp, weights
 
 import qsdk
 from onnx_backend.runtime import providers
+from qsdk import ConfigError
 from qsdk.cli import main
-from qsdk.core.errors import ConfigError
 
 AZURE, CPU = "AzureExecutionProvider", "CPUExecutionProvider"  # the first takes no op of ONNX: all fall back
 rng = np.random.default_rng(0)

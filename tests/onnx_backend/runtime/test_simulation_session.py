@@ -8,7 +8,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.runtime.session import simulation_session, with_float_weights
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError
 
 node = helper.make_node
 RNG = np.random.default_rng(17)

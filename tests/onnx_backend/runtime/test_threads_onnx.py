@@ -8,8 +8,7 @@ from in_threads import in_threads
 from integer_comparison import noise
 from integer_models import Net
 
-from qsdk import calibrate, quantize
-from qsdk.core.config.config import w8a8
+from qsdk import calibrate, quantize, w8a8
 
 
 def network():

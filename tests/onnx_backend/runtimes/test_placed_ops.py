@@ -5,7 +5,7 @@ from placed_ops import SHAPES, ops_of
 from placed_probes import PLACES, Placed, is_placed, last_grid
 
 from onnx_backend.runtimes.validate import validate
-from qsdk.core.errors import QsdkError
+from qsdk import QsdkError
 
 PACKAGES = {"openvino": "openvino", "qnn": "onnxruntime_qnn"}
 #: a sum of products may fall to the other side of a tie by more than a step's rounding

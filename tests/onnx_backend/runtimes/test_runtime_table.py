@@ -13,7 +13,7 @@ from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.workarounds.onnxruntime_barriers import insert_barriers
 from onnx_backend.workarounds.onnxruntime_table import EVERYTHING, NARROW, WRONG, WRONG_FLOAT16, is_wrong
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.ranges.ranges import of_whole_steps
 

@@ -10,9 +10,7 @@ from qdq_models import convnet, make_model, mlp, prepared
 from onnx_backend.lower import insert
 from onnx_backend.runtimes.validate import validate
 from onnx_backend.validation.rules import require_valid
-from qsdk import quantize
-from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError, quantize, w4a8, w4a16, w8a8, w8a16
 
 node = helper.make_node
 U8, I8 = np.zeros((), np.uint8), np.zeros((), np.int8)

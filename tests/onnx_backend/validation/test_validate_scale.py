@@ -13,9 +13,8 @@ from qdq_models import classifier, make_model, mlp, weights
 
 import qsdk
 from onnx_backend.runtimes.validate import validate
-from onnx_backend.sim import OnnxSim
 from onnx_backend.validation.rules import require_valid
-from qsdk.core.errors import FileFormatError
+from qsdk import FileFormatError, OnnxSim
 
 node = helper.make_node
 U8 = np.zeros((), np.uint8)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
+from qsdk import QuantConfig
 
 CONFIGS = {
     "int4 in groups of 32": (qsdk.weight_only("int4", block_size=32), "pack-quantized"),

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
+from qsdk import QuantConfig
 from torch_bridge.compressed import write
 
 W4 = qsdk.weight_only("int4", block_size=32).for_dialect("compressed-tensors")

@@ -10,8 +10,7 @@ from islands import DOORS, everything, outputs, sim_at
 from torch import nn
 from torch_models import calibrated, randomized
 
-from qsdk import DataError, calibrate, quantize, reestimate_batch_norm, w8a8
-from qsdk.core.numerics.dtypes import float16
+from qsdk import DataError, calibrate, float16, quantize, reestimate_batch_norm, w8a8
 from qsdk.core.sims.state import owns_encoding
 
 both = pytest.mark.parametrize("door", DOORS)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_models import BatchNormNet, calibrated, randomized, seeded, sim_of
 
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, QuantSim, w8a8
 
 BatchNorms = nn.modules.batchnorm._BatchNorm
 

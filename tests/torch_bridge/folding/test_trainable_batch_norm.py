@@ -12,9 +12,7 @@ from torch_models import BatchNormNet, calibrated, randomized, seeded, sim_of
 from trainable_norm_models import fresh, net, one_step, same, state
 
 import qsdk
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8
-from qsdk.core.errors import ConfigError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, QuantConfig, QuantSim, w4a8, w8a8
 
 FLOAT = w8a8().override("*", weight="float32", activation="float32", bias="float32")
 

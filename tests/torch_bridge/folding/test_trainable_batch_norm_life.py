@@ -16,9 +16,7 @@ from torch_models import BatchNormNet, calibrated, randomized, seeded
 from trainable_norm_models import fresh, net, one_step, same, state
 
 import qsdk
-from qsdk.core.config.config import w4a8, w8a8
-from qsdk.core.errors import ConfigError, DataError, ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, DataError, ModelError, QuantSim, w4a8, w8a8
 
 X = seeded(8, 2, 6, 6)
 TEST = seeded(4, 2, 6, 6, seed=99)

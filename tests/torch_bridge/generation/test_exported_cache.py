@@ -11,8 +11,7 @@ from tiny_decoders import CACHE, DECODERS, decoder, generate, session_of, step_e
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import qsdk
-from qsdk.core.errors import ConfigError, ExportError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, ExportError, QuantSim
 
 
 @functools.cache

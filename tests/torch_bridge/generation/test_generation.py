@@ -8,8 +8,7 @@ from tiny_decoders import CACHE, DECODERS, plain_sim, t5, tokens
 from transformers.cache_utils import DynamicCache
 
 import qsdk
-from qsdk.core.errors import ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ModelError, QuantSim
 
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 

@@ -11,9 +11,7 @@ from tiny_decoders import DECODERS, decoder, generate, session_of, step_example,
 from torch import nn
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import ConfigError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, QuantConfig, QuantSim
 
 KEYS = "past_key_values.0.key"
 INT8 = qsdk.w8a8(kv_cache="int8")

@@ -10,9 +10,7 @@ from torch import nn
 from torch_models import ConvNet
 
 import qsdk
-from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import ConfigError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, QuantConfig, QuantSim
 
 _KEY, _VALUE = "past_key_values.0.key:input", "past_key_values.1.value:input"
 

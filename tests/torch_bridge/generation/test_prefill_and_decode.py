@@ -15,8 +15,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 import qsdk
-from qsdk.core.errors import ConfigError, FileFormatError
-from torch_bridge.sim import QuantSim
+from qsdk import ConfigError, FileFormatError, QuantSim
 
 PROMPT, PAST = 12, 40
 PREFILL = {"batch": 1, "sequence_length": PROMPT, "past_sequence_length": 0}

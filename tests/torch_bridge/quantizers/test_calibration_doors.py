@@ -11,12 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import qsdk
-from onnx_backend.sim import OnnxSim
-from qsdk.core.config.config import w4a8, w8a8
-from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk import CalibrationError, ConfigError, OnnxSim, QuantSim, w4a8, w8a8
 from qsdk.core.ranges.estimators import METHODS
 from qsdk.core.ranges.histogram import SAMPLES
-from torch_bridge.sim import QuantSim
 
 ALL_METHODS = sorted(set(METHODS.values()))
 

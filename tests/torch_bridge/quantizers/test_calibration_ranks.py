@@ -11,8 +11,7 @@ from observed_model import module, onnx_model
 from rank_group import in_process_group
 
 import qsdk
-from qsdk.core.errors import DataError
-from qsdk.core.numerics.dtypes import uint8
+from qsdk import DataError, uint8
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.ranges.estimators import METHODS, estimator
 from qsdk.core.ranges.histogram import sample_step

@@ -13,17 +13,14 @@ from strategies import FLOAT8, INTEGERS, MINIFLOATS, Case, cases, minifloat_valu
 from torch import Tensor, nn
 from torch_models import ConvNet, EncoderModel, calibrated, seeded, sim_of
 
-from qsdk import calibrate
-from qsdk.core.errors import CalibrationError
+from qsdk import CalibrationError, DType, Encoding, QuantSim, calibrate, float4e2m1, int8, int32
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DTYPES, DType, float4e2m1, int8, int32
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.plan import Decision
 from torch_bridge.quantizers import fake_quant
 from torch_bridge.quantizers.fake_quant import FakeQuantGrid, cast, fake_quantize, fake_quantize_minifloat
 from torch_bridge.quantizers.quantizer import Quantizer
-from torch_bridge.sim import QuantSim
 
 FLOAT32 = {"deadline": None, "max_examples": 300}
 

@@ -13,8 +13,8 @@ from onnxruntime import InferenceSession
 from strategies import exact_dequantize, exact_quantize, nearest_float
 from torch import Tensor, nn
 
-from qsdk.core.numerics.dtypes import DTYPES, DType
-from qsdk.core.numerics.encoding import Encoding
+from qsdk import DType, Encoding
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.planning.plan import Decision

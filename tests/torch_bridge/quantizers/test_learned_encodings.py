@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch_models import EncoderModel, calibrated, randomized, seeded
 
 import torch_bridge.sim
-from qsdk.core.config.config import w4a8, w8a8
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError, w4a8, w8a8
 from qsdk.core.numerics import affine
 from torch_bridge.quantizers.fake_quant import (
     CompiledKernels,

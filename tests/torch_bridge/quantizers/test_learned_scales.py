@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.core.numerics.dtypes import uint8
+from qsdk import uint8
 from qsdk.core.numerics.spec import Spec
 from torch_bridge.quantizers.quantizer import learned_scale, learned_zero_point
 

@@ -10,7 +10,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 import qsdk
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError
 
 CNN_SITES = ("1:output", "3:output")
 

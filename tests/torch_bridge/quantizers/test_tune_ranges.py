@@ -9,7 +9,7 @@ from observed_model import onnx_model
 from torch import nn
 
 import qsdk
-from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
+from qsdk import CalibrationError, ConfigError, DataError, ModelError
 from torch_bridge.quantizers.fake_quant import FakeQuantGrid, fake_quantize
 
 

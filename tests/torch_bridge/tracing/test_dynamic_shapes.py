@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded, sim_of
 
 import qsdk
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError, ExportError
+from qsdk import ConfigError, ExportError, w8a8
 
 
 class Tokens(nn.Module):

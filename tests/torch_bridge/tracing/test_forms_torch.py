@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, weight_only
-from qsdk.core.numerics.dtypes import float8e4m3fn, float16, int16, uint16
+from qsdk import QuantConfig, float8e4m3fn, float16, int16, uint16, w4a8, w4a16, w8a8, weight_only
 
 RNG = np.random.default_rng(0)
 BATCHES = [RNG.normal(size=(3, 5, 64)).astype(np.float32) for _ in range(2)]

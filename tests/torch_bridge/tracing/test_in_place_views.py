@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of, states
 
 import qsdk
-from qsdk.core.errors import ModelError
+from qsdk import ModelError
 
 X = seeded(2, 3, 4, 4)
 KEPT, DROPPING = nn.ReLU(inplace=True), nn.Dropout().eval()

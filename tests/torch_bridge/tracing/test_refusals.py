@@ -11,9 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch_models import seeded
 
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ExportError
+from qsdk import ExportError, calibrate, export, quantize, w8a8
 
 
 def decides(x: Tensor) -> Any:

@@ -8,7 +8,7 @@ from edges import road
 from torch import Tensor, nn
 from torch_models import seeded, sim_of
 
-from qsdk.core.errors import ExportError
+from qsdk import ExportError
 
 
 class Squeezing(nn.Module):

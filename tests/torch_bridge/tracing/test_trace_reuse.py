@@ -11,7 +11,7 @@ from torch import nn
 
 import qsdk
 import torch_bridge.sim
-from qsdk.core.errors import ExportError
+from qsdk import ExportError
 
 
 class Gain:

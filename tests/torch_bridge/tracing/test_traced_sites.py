@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch_models import seeded, sim_of, states
 
 import qsdk
-from qsdk import calibrate
-from qsdk.core.errors import ExportError, ModelError
+from qsdk import ExportError, ModelError, calibrate
 
 
 class Masked(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qsdk
-from qsdk.core.errors import ConfigError, DataError, ModelError
+from qsdk import ConfigError, DataError, ModelError
 
 
 class Body(nn.Module):

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 from torch_models import calibrated, seeded
 from training_models import loss_of
 
-from qsdk.core.errors import ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ModelError, QuantSim
 
 
 class Inner(nn.Module):

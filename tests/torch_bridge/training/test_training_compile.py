@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_models import Block, calibrated, randomized, seeded
 from training_models import Layer, Residual, same_gradients, steps
 
-from qsdk.core.config.config import w8a8
+from qsdk import w8a8
 
 # torch.compile makes an instance of each autograd.Function that it traces
 pytestmark = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")

@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_models import ConvNet, calibrated, same_encodings, seeded
 from training_models import loss_of, same_gradients
 
-from qsdk import calibrate
-from qsdk.core.config.config import w8a16
-from qsdk.core.errors import ExportError, ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ExportError, ModelError, QuantSim, calibrate, w8a16
 
 X = seeded(8, 3, 6, 6)
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk import check_parity, export
-from torch_bridge.sim import QuantSim
+from qsdk import QuantSim, check_parity, export
 
 X = seeded(4, 8)
 

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch_models import BatchNormNet, ConvNet, SharedActivation, Twice, calibrated, randomized, seeded
 from training_models import gradients, loss_of, same_gradients
 
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ModelError, QuantSim, w8a8
 
 
 class Loop(nn.Module):

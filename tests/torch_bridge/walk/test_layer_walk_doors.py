@@ -8,12 +8,10 @@ import torch
 from float_files import CONFIG, float_onnx
 from zoo_models import ZOO, distinct
 
-from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import layer_walk as onnx_door
-from qsdk import calibrate, quantize
+from qsdk import OnnxSim, QuantSim, calibrate, quantize
 from qsdk.core.layers.layer_problem import Layer
 from qsdk.core.planning.graph_matching import match_graphs
-from torch_bridge.sim import QuantSim
 from torch_bridge.walk import layer_walk as torch_door
 
 QUICK = ("cnn", "lstm")

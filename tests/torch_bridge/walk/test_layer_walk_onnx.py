@@ -15,14 +15,10 @@ from onnx import ModelProto, helper
 from walked import exposed, float_model, model_of, names_in, product
 from zoo_models import ZOO, distinct
 
-from onnx_backend.sim import OnnxSim
+import qsdk
 from onnx_backend.walk import run
 from onnx_backend.walk.layer_walk import walk_layers
-from qsdk import calibrate, check_parity, export, quantize
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8
-from qsdk.core.errors import CalibrationError, DataError, ModelError
-from qsdk.core.numerics.dtypes import float16
-from qsdk.verbs.files import load, save
+from qsdk import DataError, OnnxSim, QuantConfig, calibrate, check_parity, export, float16, quantize, w4a8, w4a16, w8a8
 
 Feeds = dict[str, np.ndarray]
 CONFIG = w4a8().layer("RmsNorm", "weight")
@@ -353,8 +349,8 @@ def test_every_step_uses_earlier_writes_and_the_sim_keeps_them_all(tmp_path: Pat
     assert not np.array_equal(seen[2][2][1][1], exposed(sim.qdq_model(), seen[2][1], data[0])[seen[2][1][1]])
     result = sim.run(data[0])[0]
     assert np.abs(result - original.run(data[0])[0]).max() > 1e-2
-    save(sim, tmp_path / "sim.qsdk")
-    assert np.array_equal(load(tmp_path / "sim.qsdk", None).run(data[0])[0], result)
+    qsdk.save(sim, tmp_path / "sim.qsdk")
+    assert np.array_equal(qsdk.load(tmp_path / "sim.qsdk", None).run(data[0])[0], result)
     export(sim, tmp_path / "model.onnx")
     assert check_parity(sim, tmp_path / "model.onnx", data, progress=False).summary["weights_max_lsb"] == 0
     assert np.array_equal(quantize(tmp_path / "model.onnx", None, None).run(data[0])[0], result)
@@ -416,14 +412,14 @@ def test_wrong_use_of_a_walk_is_an_error() -> None:
     with pytest.raises(DataError, match="batch 1"), walk_layers(sim, [data[0], {"x": data[0]["x"][0]}], progress=False):
         pass
     with walk_layers(sim, data, progress=False) as walk:
-        with pytest.raises(ModelError, match="nowhere:weight is no layer of this walk"):
+        with pytest.raises(qsdk.ModelError, match="nowhere:weight is no layer of this walk"):
             walk.write("nowhere:weight")
-        with pytest.raises(ModelError, match="has no bias of its own"):
+        with pytest.raises(qsdk.ModelError, match="has no bias of its own"):
             walk.write("MatMul_g:weight", bias_shift=np.zeros(6, np.float32))
         with pytest.raises(ValueError, match="has the shape"):
             walk.write("MatMul_g:weight", weight=np.zeros((5, 6), np.float32))
     fresh = OnnxSim(sim.traced().model, sim.graph, sim.plan, sim.config)
-    with pytest.raises(CalibrationError, match="no encoding"), walk_layers(fresh, data, progress=False):
+    with pytest.raises(qsdk.CalibrationError, match="no encoding"), walk_layers(fresh, data, progress=False):
         pass
 
 

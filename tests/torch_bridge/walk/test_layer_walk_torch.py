@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_models import calibrated, seeded
 
-from qsdk.core.config.config import w4a8
-from qsdk.core.errors import DataError
-from torch_bridge.sim import QuantSim
+from qsdk import DataError, QuantSim, w4a8
 from torch_bridge.torch_values.parameters import stored_tensor
 from torch_bridge.walk.layer_walk import LayerWalk, walk_layers
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk.core.config.config import QuantConfig, w4a8
-from torch_bridge.sim import QuantSim
+from qsdk import QuantConfig, QuantSim, w4a8
 from torch_bridge.walk.layer_walk import walk_layers
 from torch_bridge.walk.module_walk import walk_modules
 

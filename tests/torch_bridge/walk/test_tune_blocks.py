@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qsdk
-from qsdk import w4a8
-from qsdk.core.errors import ConfigError, ModelError
+from qsdk import ConfigError, ModelError, QuantSim, w4a8
 from qsdk.demo.model import load_pretrained
-from torch_bridge.sim import QuantSim
 from torch_bridge.tuning.block_tuning import BlockRun, Piece, split_held_back
 from torch_bridge.tuning.find_blocks import find_blocks
 from torch_bridge.walk.module_walk import Arguments, ModuleCall

@@ -10,9 +10,7 @@ from torch_models import calibrated, seeded
 from training_models import loss_of
 
 import qsdk
-from qsdk.core.config.config import w4a8
-from qsdk.core.errors import ExportError
-from torch_bridge.sim import QuantSim
+from qsdk import ExportError, QuantSim, w4a8
 
 
 class Tower(nn.Module):

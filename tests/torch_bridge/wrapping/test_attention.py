@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 from zoo_models import distinct
 
-from qsdk import calibrate, check_parity, export
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ModelError
+from qsdk import ModelError, QuantSim, calibrate, check_parity, export, w8a8
 from torch_bridge.calibrate import stored_values
 from torch_bridge.prepare import prepare
-from torch_bridge.sim import QuantSim
 from torch_bridge.sites.attention import decomposition_of, multi_head_attention_forward, scaled_dot_product_attention
 
 

@@ -15,9 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch_models import calibrated, randomized, seeded, sim_of
 
 import qsdk
-from qsdk import quantize
-from qsdk.core.config.config import w8a8
-from qsdk.core.errors import ConfigError
+from qsdk import ConfigError, quantize, w8a8
 
 
 class Bounded(nn.Module):

@@ -9,7 +9,7 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 
 import qsdk
-from qsdk.core.errors import ModelError
+from qsdk import ModelError
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 

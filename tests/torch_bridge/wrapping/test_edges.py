@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch_models import seeded, sim_of
 from transformers.modeling_outputs import BaseModelOutput
 
-from qsdk import calibrate
-from qsdk.core.errors import DataError
+from qsdk import DataError, calibrate
 from torch_bridge.torch_values.pytree import leaves_of, map_leaves, name_leaves, tensors_of
 
 

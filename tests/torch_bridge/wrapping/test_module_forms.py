@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 
-from qsdk import calibrate, check_parity, export, to_integer
-from qsdk.core.config.config import w4a8, w8a8
+from qsdk import QuantSim, calibrate, check_parity, export, to_integer, w4a8, w8a8
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor
-from torch_bridge.sim import QuantSim
 from torch_bridge.sites import calls as calls_module
 from torch_bridge.sites.calls import Frame
 

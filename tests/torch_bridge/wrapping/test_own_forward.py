@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of, states
 
-from qsdk import check_parity, export
-from qsdk.core.errors import ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import ModelError, QuantSim, check_parity, export
 
 X = seeded(4, 8)
 

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk import check_parity, export
-from qsdk.core.config.config import w4a8, w8a8
-from torch_bridge.sim import QuantSim
+from qsdk import QuantSim, check_parity, export, w4a8, w8a8
 
 X = seeded(4, 8)
 POSITIVE = seeded(8, seed=5).abs() + 0.5

@@ -35,13 +35,10 @@ from torch_models import (
     states,
 )
 
+import qsdk
 from onnx_backend.opening.from_trace import open_traced
-from qsdk import calibrate, export, quantize
-from qsdk.core.config.config import w4a8, w8a8
-from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
-from qsdk.core.numerics.dtypes import float16, int8, int32, uint8
+from qsdk import CalibrationError, ConfigError, DataError, ModelError, QuantSim, calibrate, export, quantize, w4a8, w8a8
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
-from torch_bridge.sim import QuantSim
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +60,13 @@ def test_each_tensor_of_a_small_network_has_the_expected_spec(conv_sim: QuantSim
     assert [d.site for d in decisions.values() if d.kind == "input"] == ["x:input"]
     inner = decisions["conv1:output"]
     assert (inner.spec, inner.reason) == (None, "inside Conv+Relu")
-    assert decisions["relu:output"].spec == Spec(uint8, PerTensor(), symmetric=False)
+    assert decisions["relu:output"].spec == Spec(qsdk.uint8, PerTensor(), symmetric=False)
     assert decisions["flatten:output"].tied_to == "conv2:output"
     for name, channels in (("conv1", 4), ("conv2", 5), ("fc", 10)):
-        assert decisions[f"{name}:weight"].spec == Spec(int8, PerChannel(0))
+        assert decisions[f"{name}:weight"].spec == Spec(qsdk.int8, PerChannel(0))
         assert conv_sim.encodings[f"{name}:weight"].scale.shape == (channels,)
         bias = decisions[f"{name}:bias"]
-        assert bias.spec == Spec(int32, PerChannel(0))
+        assert bias.spec == Spec(qsdk.int32, PerChannel(0))
         scales = (conv_sim.encodings[site].scale for site in bias.bias_of)
         assert np.array_equal(conv_sim.encodings[f"{name}:bias"].scale, np.multiply(*scales))
 
@@ -460,7 +457,7 @@ def test_a_sim_prints_its_coverage_and_explains_every_site(named: tuple[str, nn.
 
 
 def test_explain_names_the_rule_and_refuses_an_unknown_site(conv_sim: QuantSim):
-    sim = sim_of(ConvNet(), seeded(2, 3, 6, 6), w8a8().skip("conv2", dtype=float16))
+    sim = sim_of(ConvNet(), seeded(2, 3, 6, 6), w8a8().skip("conv2", dtype=qsdk.float16))
     assert sim.explain("conv2:weight").endswith(
         "decided by 'conv2' -> weight=float16, activation=float16, bias=float16"
     )

@@ -9,8 +9,7 @@ from in_threads import in_threads
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk.core.config.config import w4a8
-from qsdk.core.errors import ModelError
+from qsdk import ModelError, w4a8
 
 
 class Branching(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
 import qsdk
-from qsdk.core.errors import ModelError
+from qsdk import ModelError
 
 X = seeded(4, 3, 4, 4)
 DATA = [X, seeded(4, 3, 4, 4, seed=1)]

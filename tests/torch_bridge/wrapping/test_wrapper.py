@@ -26,10 +26,7 @@ from torch_models import (
     sim_of,
 )
 
-from qsdk import calibrate, quantize
-from qsdk.core.config.config import w8a8, w8a16
-from qsdk.core.errors import CalibrationError, ConfigError, ExportError, ModelError
-from torch_bridge.sim import QuantSim
+from qsdk import CalibrationError, ConfigError, ExportError, ModelError, QuantSim, calibrate, quantize, w8a8, w8a16
 from torch_bridge.wrapping.wrapped_state import is_wrapped
 
 X = seeded(2, 3, 6, 6)
