@@ -1,7 +1,7 @@
-"""The verbs `export`, to an ONNX file or a folder in the format compressed-tensors, and `check_parity`."""
+"""The verbs `export`, to an ONNX file or a folder for another runtime, and `check_parity`."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -25,8 +25,12 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, require_keywords, run_of
 from qsdk.core.sims.biases import with_notes
 from qsdk.verbs.doors.choose import Door, Sim, door_of
+from qsdk.verbs.genai import write_folder_for_genai
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
+
+_FOLDERS = ("compressed-tensors", "genai")
+_OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
 
 
 class FileOptions(TypedDict, total=False):
@@ -36,13 +40,14 @@ class FileOptions(TypedDict, total=False):
     shapes: Shapes | Mapping[str, Shapes] | None
     cache: Literal["float", "integer"] | None
     max_shard_bytes: int | None
+    tokenizer: Any
 
 
 def export(
     sim: Sim,
     path: str | os.PathLike[str],
     *,
-    format: Literal["onnx", "compressed-tensors"] = "onnx",
+    format: Literal["onnx", "compressed-tensors", "genai"] = "onnx",
     opset: int = 21,
     dialect: Dialect = "onnxruntime",
     uncalibrated: Literal["error", "float"] = "error",
@@ -52,12 +57,15 @@ def export(
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
-    With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error.
+    With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error. With
+    `format="genai"`, write a folder for onnxruntime-genai: the model in the fused forms of that runtime, its config and
+    the tokenizer's files.
 
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
-        format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
+        format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it); or
+            `genai` (causal models of transformers, with `kv_cache=` in the config).
         opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
             8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
@@ -76,7 +84,8 @@ def export(
             share their weights. `cache`: `integer` takes and gives quantized keys and values as codes; None: floats, or
             as an opened file had it. `external_data`: whether large weights go to a file of their own,
             `<path>.<hash>.data`; None for only where one file cannot hold them (2 GiB). `max_shard_bytes` of a file of
-            compressed-tensors; None for 5 GB.
+            compressed-tensors; None for 5 GB. `tokenizer`, whose files a folder for genai gets; None for those of the
+            checkpoint that the model was read from.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -99,12 +108,19 @@ def export(
     encodings = door.encodings(ready)
     choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
     choices |= {"shapes": options.get("shapes"), "cache": options.get("cache"), "prefer": prefer}
-    if format != "onnx":
+    if format != "onnx" and format in _FOLDERS:
         usual = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
         not_for_it = [name for name, given in choices.items() if given != usual.get(name)]
-        return write_compressed(sim, plan, encodings, path, format, options.get("max_shard_bytes"), not_for_it)
-    if options.get("max_shard_bytes") is not None:
-        raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
+        if not_for_it:
+            raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format={format!r}")
+        _require_own(format, options)
+        if format == "genai":
+            report = write_folder_for_genai(sim, plan, encodings, path, tokenizer=options.get("tokenizer"), check=check)
+            return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
+        return write_compressed(sim, plan, encodings, path, options.get("max_shard_bytes"))
+    if format != "onnx":
+        raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _FOLDERS))}")
+    _require_own(format, options)
     report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
     return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
@@ -213,20 +229,21 @@ def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:
     return [*(names[at] for at in inputs), *(marked.graph.output[at].name for at in outputs)]
 
 
+def _require_own(format: str, options: FileOptions) -> None:
+    """Refuse an option of another format."""
+    for name, own in _OPTIONS_OF.items():
+        if options.get(name) is not None and format != own:
+            raise ConfigError(f"{name}= is for format={own!r}; leave it out with format={format!r}")
+
+
 def write_compressed(
     sim: Sim,
     plan: Plan,
     encodings: Mapping[str, Encoding],
     path: str | os.PathLike[str],
-    format: str,
     max_shard_bytes: int | None,
-    not_for_it: Sequence[str],
 ) -> Report:
     """Write a sim of an nn.Module as a folder in the format compressed-tensors."""
-    if format != "compressed-tensors":
-        raise ConfigError(f"format={format!r}; choose 'onnx' or 'compressed-tensors'")
-    if not_for_it:
-        raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format='compressed-tensors'")
     if isinstance(sim, OnnxSim):
         raise ExportError("compressed-tensors holds modules of PyTorch, not ONNX models; quantize the nn.Module")
     door_of(sim).traced()  # refuses a model that has changed since it was quantized

@@ -157,8 +157,8 @@ def test_folded_batch_norms_and_uncalibrated_sims(tmp_path: Path):
 def test_options_of_onnx(tmp_path: Path):
     sim = sim_of(two_layers(), W4)
     assert refusal(sim, tmp_path, opset=20, shapes={"x": (1, 64)}).startswith("opset, shapes: for ONNX alone")
-    with pytest.raises(qsdk.ConfigError, match="format='gguf'; choose 'onnx' or 'compressed-tensors'"):
-        qsdk.export(sim, tmp_path / "out", format="gguf")
+    with pytest.raises(qsdk.ConfigError, match="format='pickle'; choose 'onnx', 'compressed-tensors'"):
+        qsdk.export(sim, tmp_path / "out", format="pickle")
     with pytest.raises(qsdk.ConfigError, match="max_shard_bytes= is for format='compressed-tensors'"):
         qsdk.export(sim, tmp_path / "model.onnx", max_shard_bytes=5)
     qsdk.export(sim, tmp_path / "model.onnx")

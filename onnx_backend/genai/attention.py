@@ -1,0 +1,366 @@
+"""Attention of a decoder with a cache, found by its structure and written as GroupQueryAttention.
+
+The kernel (ONNX Runtime, contrib operator GroupQueryAttention) appends keys and values to its cache in place, turns
+queries and keys by tables of a rotary embedding, hides later tokens and those before a window, and repeats no head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import NodeProto
+
+from onnx_backend.genai.computed import Computed
+from onnx_backend.genai.editor import MICROSOFT, Editor
+from onnx_backend.genai.products import find_products, merge_alike, merged
+
+Array = npt.NDArray[Any]
+_HEAD_UNIT = 16
+_HEADS_LAST, _TURNED = [0, 2, 1, 3], [0, 1, 3, 2]
+
+
+class _NoFormError(Exception):
+    """Why an attention has no fused form."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A rotary embedding that the patterns of planning have found.
+
+    Attributes:
+        source: the tensor that is turned.
+        cos, sin: tensors that are computed of positions.
+        pairs: True if it turns neighbours, False if it turns halves.
+    """
+
+    source: str
+    cos: str
+    sin: str
+    pairs: bool
+
+
+@dataclass
+class _Heads:
+    """Queries, keys or values on their way to attention.
+
+    Attributes:
+        rows: the tensor [batch, step, heads, size], or the one in front of its Reshape, [batch, step, heads x size].
+        flat: whether it is the latter.
+        turn: the rotary embedding behind it.
+    """
+
+    rows: str
+    flat: bool
+    turn: Turn | None = None
+
+
+@dataclass
+class _Attention:
+    query: _Heads
+    key: _Heads
+    value: _Heads
+    cache: tuple[str, str, str, str]  # past key and value, present key and value
+    heads: tuple[int, int, int]  # of queries, of keys, and the size of one
+    scale: float
+    softcap: float
+    window: int
+    sinks: str
+    output: str
+    scales: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AttentionWriter:
+    """Writes the attentions of a decoder.
+
+    Attributes:
+        reasons: result of an attention without a form -> why.
+    """
+
+    def __init__(
+        self, editor: Editor, turns: Mapping[str, Turn], computed: Computed, sizes: Mapping[str, Sequence[Any]]
+    ) -> None:
+        self.editor, self.turns, self.computed, self.sizes = editor, turns, computed, sizes
+        self.products = {product.output: product for product in find_products(editor)}
+        self.reasons = dict[str, str]()
+        self._tables = dict[tuple[str, str], tuple[str, str]]()
+        self._lengths: list[NodeProto] = []
+
+    def write(self) -> int:
+        """Write every attention that has a form, in place, and return their number."""
+        found = list[tuple[NodeProto, _Attention]]()
+        for node in self.editor.model.graph.node:
+            if node.op_type == "Softmax":
+                try:
+                    found.append((node, self._read(node)))
+                except _NoFormError as error:
+                    self.reasons[node.output[0]] = str(error)
+        for number, (_, attention) in enumerate(found):
+            self._write(attention, first=number == 0)
+        self.editor.apply()
+        return len(found)
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def _read(self, softmax: NodeProto) -> _Attention:
+        editor = self.editor
+        if editor.options(softmax).get("axis", -1) not in (-1, 3):
+            raise _NoFormError("its softmax is not over the last axis")
+        scores, sinks = softmax.input[0], ""
+        if (joined := editor.maker(scores, "Concat")) is not None:
+            scores, sinks = joined.input[0], self._sinks(joined)
+        values, output = self._behind(softmax.output[0], bool(sinks))
+        window, softcap, factor = -1, 0.0, 1.0
+        while (node := editor.maker(scores, "Add", "Mul", "Div", "Where", "Cast")) is not None:
+            scores, window, softcap, factor = self._in_front(node, window, softcap, factor)
+        product = editor.maker(scores, "MatMul")
+        if product is None:
+            raise _NoFormError(f"its scores {scores!r} are no product of queries and keys")
+        query, factor = self._scaled(product.input[0], factor)
+        keys, factor = self._scaled(product.input[1], factor)
+        turned = editor.maker(keys, "Transpose")
+        if turned is None or editor.options(turned).get("perm") != _TURNED:
+            raise _NoFormError(f"its keys {keys!r} are not transposed")
+        keys, factor = self._scaled(turned.input[0], factor)
+        past_key, present_key, key = self._cached(self._unrepeated(keys))
+        past_value, present_value, value = self._cached(self._unrepeated(values))
+        if sinks == "" and factor <= 0:
+            raise _NoFormError("the factor of its scores is not positive")
+        cache = (past_key, past_value, present_key, present_value)
+        kept, size = (self.sizes[present_key][axis] for axis in (1, 3))
+        query_heads = self._heads(query)
+        count = self.sizes[query][1]
+        if not all(isinstance(n, int) for n in (kept, size, count)):
+            raise _NoFormError("the number of its heads is open")
+        heads = (int(count), int(kept), int(size))
+        if heads[2] % _HEAD_UNIT and query in self.turns:
+            raise _NoFormError(f"its heads have {heads[2]} numbers, and the kernel turns multiples of {_HEAD_UNIT}")
+        own = _Attention(
+            query_heads, self._heads(key), self._heads(value), cache, heads, factor, softcap, window, sinks, output
+        )
+        self._require_same_turn(own)
+        return own
+
+    def _in_front(self, node: NodeProto, window: int, softcap: float, factor: float) -> tuple[str, int, float, float]:
+        """Step over a node between the product and the softmax: a mask, a factor, or a cap."""
+        editor = self.editor
+        if node.op_type == "Cast":
+            return node.input[0], window, softcap, factor
+        if node.op_type == "Where":
+            hidden = editor.scalar(node.input[2])
+            found = self.computed.window(node.input[0]) if hidden is not None and hidden < -1e4 else None
+            if found is None:
+                raise _NoFormError(f"the mask {node.input[0]!r} is neither causal nor a window")
+            return node.input[1], found, softcap, factor
+        if node.op_type == "Add":
+            for scores, mask in (node.input, reversed(node.input)):
+                found = self.computed.window(mask)
+                if found is not None:
+                    return scores, found, softcap, factor
+            raise _NoFormError(f"what {node.name!r} adds to its scores is neither a causal mask nor a window")
+        number = next((n for name in node.input if (n := editor.scalar(name)) is not None), None)
+        inner = next((name for name in node.input if name not in editor.index.stored), "")
+        if number is None:
+            raise _NoFormError(f"its scores are multiplied by a tensor, {node.name!r}")
+        tanh = editor.maker(inner, "Tanh") if node.op_type == "Mul" else None
+        if tanh is None:
+            return inner, window, softcap, factor * (number if node.op_type == "Mul" else 1 / number)
+        below, share = self._scaled(tanh.input[0], 1.0)
+        if not isclose(share * number, 1.0, rel_tol=1e-5) or factor != 1.0:
+            raise _NoFormError("the cap of its scores is not c tanh(x / c)")
+        return below, window, number, factor
+
+    def _scaled(self, tensor: str, factor: float) -> tuple[str, float]:
+        """Step over factors in front of a tensor."""
+        while (node := self.editor.maker(tensor, "Mul", "Div")) is not None and tensor not in self.turns:
+            number = self.editor.scalar(node.input[1])
+            inner = node.input[0]
+            if number is None and node.op_type == "Mul":
+                number, inner = self.editor.scalar(node.input[0]), node.input[1]
+            if number is None:
+                break
+            tensor, factor = inner, factor * (number if node.op_type == "Mul" else 1 / number)
+        return tensor, factor
+
+    def _sinks(self, joined: NodeProto) -> str:
+        raise _NoFormError("scores of sinks are joined to its own")
+
+    def _behind(self, shares: str, sinks: bool) -> tuple[str, str]:
+        """Return the values that the shares of a softmax multiply, and the result [batch, step, heads x size]."""
+        editor = self.editor
+        readers = editor.index.readers.get(shares, [])
+        guard = next((node for node in readers if node.op_type == "Where"), None)
+        if guard is not None and {node.op_type for node in readers} == {"Where", "IsNaN"}:
+            shares = guard.output[0]  # a row that hides every token, of which there is none
+        while (cast := editor.reader(shares, "Cast", "Identity")) is not None:
+            shares = cast.output[0]
+        product = editor.reader(shares, "MatMul")
+        result = "" if product is None else product.output[0]
+        if (same := editor.reader(result, "Reshape")) is not None and len(self.sizes.get(same.output[0], ())) == 4:
+            result = same.output[0]
+        moved = editor.reader(result, "Transpose")
+        if product is None or moved is None or editor.options(moved).get("perm") != _HEADS_LAST:
+            raise _NoFormError(f"its shares {shares!r} do not multiply values whose heads are put last")
+        flat = editor.reader(moved.output[0], "Reshape")
+        if flat is None:
+            raise _NoFormError("its heads are not joined behind it")
+        return product.input[1], flat.output[0]
+
+    def _unrepeated(self, tensor: str) -> str:
+        """Step over the repetition of heads: Unsqueeze, Expand, Reshape."""
+        editor = self.editor
+        shaped = editor.maker(tensor, "Reshape")
+        wide = None if shaped is None else editor.maker(shaped.input[0], "Expand", "Tile")
+        apart = None if wide is None else editor.maker(wide.input[0], "Unsqueeze", "Reshape")
+        if apart is None:
+            return tensor
+        axes = editor.value(apart.input[1])
+        if apart.op_type == "Unsqueeze" and (axes is None or axes.reshape(-1).tolist() != [2]):
+            raise _NoFormError("its heads are not repeated one by one")
+        return str(apart.input[0])
+
+    def _cached(self, present: str) -> tuple[str, str, str]:
+        """Return the past of a cache, what leaves as present, and what is new."""
+        editor = self.editor
+        joined = editor.maker(present, "Concat")
+        inputs = {value.name for value in editor.model.graph.input}
+        if joined is None or len(joined.input) != 2 or joined.input[0] not in inputs:
+            raise _NoFormError(f"{present!r} is not a cache and what is new, joined")
+        if editor.options(joined).get("axis") not in (-2, 2) or present not in editor.index.outputs:
+            raise _NoFormError(f"{present!r} does not leave the model as it is read")
+        return joined.input[0], present, joined.input[1]
+
+    def _heads(self, tensor: str) -> _Heads:
+        """Return where queries, keys or values come from: through a rotary embedding and a Transpose."""
+        editor, turn = self.editor, self.turns.get(tensor)
+        source = tensor if turn is None else turn.source
+        moved = editor.maker(source, "Transpose")
+        if moved is None or editor.options(moved).get("perm") != _HEADS_LAST:
+            if turn is None and (swapped := editor.maker(tensor, "Transpose")) is not None:
+                inner = self.turns.get(swapped.input[0])
+                if inner is not None:
+                    return self._flat(inner.source, inner)
+            raise _NoFormError(f"{source!r} is not transposed from [batch, step, heads, size]")
+        return self._flat(moved.input[0], turn or self.turns.get(moved.input[0]))
+
+    def _flat(self, rows: str, turn: Turn | None) -> _Heads:
+        shaped = self.editor.maker(rows, "Reshape")
+        if shaped is not None and len(self.sizes.get(shaped.input[0], ())) == 3:
+            return _Heads(str(shaped.input[0]), True, turn)
+        return _Heads(rows, False, turn)
+
+    def _require_same_turn(self, found: _Attention) -> None:
+        turns = [one.turn for one in (found.query, found.key)]
+        if found.value.turn is not None or (turns[0] is None) != (turns[1] is None):
+            raise _NoFormError("its queries and keys do not turn alike")
+        if turns[0] is None or turns[1] is None:
+            return
+        if turns[0].pairs != turns[1].pairs:
+            raise _NoFormError("its queries and keys do not turn alike")
+        tables = [self._table(turn) for turn in turns if turn is not None]
+        if tables[0] is None or tables[1] is None:
+            raise _NoFormError("its rotary embedding depends on more than the position of a token")
+        if not all(np.array_equal(left, right) for left, right in zip(*tables, strict=True)):
+            raise _NoFormError("its queries and keys do not turn alike")
+
+    def _table(self, turn: Turn) -> tuple[Array, Array] | None:
+        """Return the tables [positions, half of what is turned] of a rotary embedding."""
+        found = []
+        for name in (turn.cos, turn.sin):
+            whole = self.computed.table(name)
+            if whole is None:
+                return None
+            half = whole.shape[1] // 2
+            both = (whole[:, ::2], whole[:, 1::2]) if turn.pairs else (whole[:, :half], whole[:, half:])
+            if not np.array_equal(*both):
+                return None
+            found.append(both[0])
+        return found[0], found[1]
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def _write(self, found: _Attention, *, first: bool) -> None:
+        editor, nodes = self.editor, list[NodeProto]()
+        if first:
+            nodes += self._count_tokens()
+        past_key, past_value, present_key, present_value = found.cache
+        inputs = [*self._rows(found, nodes), past_key, past_value, "qsdk/seqlens_k", "qsdk/total_length"]
+        options: dict[str, Any] = {"do_rotary": 0}
+        if found.query.turn is not None:
+            inputs += self._stored_tables(found.query.turn)
+            options = {"do_rotary": 1, "rotary_interleaved": int(found.query.turn.pairs)}
+        heads, kept, _ = found.heads
+        options |= {"num_heads": heads, "kv_num_heads": kept, "scale": found.scale, "softcap": found.softcap}
+        options |= {"local_window_size": found.window}
+        outputs = [found.output, present_key, present_value]
+        nodes.append(editor.node("GroupQueryAttention", inputs, outputs, domain=MICROSOFT, **options))
+        editor.replace(found.output, nodes, also=(present_key, present_value))
+
+    def _rows(self, found: _Attention, nodes: list[NodeProto]) -> list[str]:
+        """Return the queries, keys and values as the kernel takes them: packed side by side, or apart."""
+        parts = (found.query, found.key, found.value)
+        products = [self.products.get(part.rows) if part.flat else None for part in parts]
+        known = [product for product in products if product is not None]
+        once = all(self.editor.index.is_read_once(product.output) for product in known)
+        if len(known) == 3 and len(merge_alike(known)) == 1 and once:
+            name = self.editor.index.fresh(f"{found.output}/packed")
+            nodes.append(merged(self.editor, known, name))
+            return [name, "", ""]
+        whole = self._parts_of_one(parts)
+        if whole:
+            return [whole, "", ""]
+        return [self._flattened(part, nodes) for part in parts]
+
+    def _parts_of_one(self, parts: Sequence[_Heads]) -> str:
+        """Return the tensor that queries, keys and values are cut from in this order, or ""."""
+        editor, end, wholes = self.editor, 0, set[str]()
+        if not all(part.flat for part in parts):
+            return ""
+        split = [editor.maker(part.rows, "Split") for part in parts]
+        if split[0] is not None and split[1] is split[0] and split[2] is split[0]:
+            return str(split[0].input[0]) if [*split[0].output] == [part.rows for part in parts] else ""
+        for part in parts:
+            cut = editor.maker(part.rows, "Slice")
+            bounds = [] if cut is None else [editor.scalar(name) for name in cut.input[1:]]
+            if cut is None or len(bounds) < 3 or bounds[0] != end or bounds[2] not in (-1, 2):
+                return ""
+            if len(bounds) > 3 and bounds[3] != 1:
+                return ""
+            wholes.add(cut.input[0])
+            end += int(self.sizes[part.rows][2])
+        if len(wholes) != 1 or self.sizes[whole := wholes.pop()][2] != end:
+            return ""
+        return whole
+
+    def _flattened(self, part: _Heads, nodes: list[NodeProto]) -> str:
+        if part.flat:
+            return part.rows
+        nodes.append(self.editor.shaped(part.rows, [0, 0, -1], f"{part.rows}/flat"))
+        return str(nodes[-1].output[0])
+
+    def _stored_tables(self, turn: Turn) -> tuple[str, str]:
+        tables = self._table(turn)
+        if tables is None:
+            raise ValueError(f"{turn} has no table")
+        key = (tables[0].tobytes().hex()[:64], tables[1].tobytes().hex()[-64:])
+        for known in self._tables.values():
+            if all(np.array_equal(self.editor.stored(n)(), t) for n, t in zip(known, tables, strict=True)):
+                return known
+        names = [f"cos_cache{len(self._tables) or ''}", f"sin_cache{len(self._tables) or ''}"]
+        self._tables[key] = (self.editor.keep(names[0], tables[0]), self.editor.keep(names[1], tables[1]))
+        return self._tables[key]
+
+    def _count_tokens(self) -> list[NodeProto]:
+        """Return nodes that count the tokens of each text and of the longest, from the mask of tokens."""
+        editor = self.editor
+        one, axis = editor.keep("qsdk/one", np.array([1], np.int64)), editor.keep("qsdk/axis", np.array(1, np.int64))
+        return [
+            editor.node("ReduceSum", ["attention_mask", one], ["qsdk/lengths"], keepdims=0),
+            editor.node("Sub", ["qsdk/lengths", one], ["qsdk/last"]),
+            editor.node("Cast", ["qsdk/last"], ["qsdk/seqlens_k"], to=6),
+            editor.node("Shape", ["attention_mask"], ["qsdk/shape"]),
+            editor.node("Gather", ["qsdk/shape", axis], ["qsdk/longest"], axis=0),
+            editor.node("Cast", ["qsdk/longest"], ["qsdk/total_length"], to=6),
+        ]

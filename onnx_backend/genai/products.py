@@ -1,0 +1,197 @@
+"""Products with stored codes as MatMulNBits: weights packed as that kernel reads them, layers of one input merged.
+
+The kernel takes a matrix [out, in] in blocks along its inputs, 2, 4 or 8 bits a code, unsigned, the lowest first, and a
+scale for each block (ONNX Runtime, contrib operator MatMulNBits).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.genai.editor import MICROSOFT, Editor
+from onnx_backend.proto.nodes import metadata
+from onnx_backend.readers import BLOCK_KEY
+
+Array = npt.NDArray[Any]
+#: stored type -> bits, and what makes its codes unsigned
+_CODES: dict[int, tuple[int, int]] = {
+    TensorProto.INT2: (2, 2),
+    TensorProto.UINT2: (2, 0),
+    TensorProto.INT4: (4, 8),
+    TensorProto.UINT4: (4, 0),
+    TensorProto.INT8: (8, 128),
+    TensorProto.UINT8: (8, 0),
+}
+_BLOCKS = (256, 128, 64, 32, 16)
+_INT8_LEVEL = 4  # at which the kernel rounds its input to int8
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with stored codes.
+
+    Attributes:
+        source: the tensor that is multiplied.
+        output: the result, with the bias.
+        site: of the weight.
+        bits: of a code.
+        block: length of a block.
+        sizes: inputs and outputs.
+        level: of accuracy, as the kernel counts it.
+        codes: gives them, [inputs, outputs], as they are stored.
+        lift: what makes them unsigned.
+        scales: [outputs, blocks].
+        zeros: unsigned zero points [outputs, blocks]; None where all are half of the grid.
+        bias: [outputs], or None.
+    """
+
+    source: str
+    output: str
+    site: str
+    bits: int
+    block: int
+    sizes: tuple[int, int]
+    level: int
+    codes: Callable[[], Array]
+    lift: int
+    scales: Array
+    zeros: Array | None
+    bias: Array | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return what products that become one have in common."""
+        return self.source, self.bits, self.block, self.sizes[0], self.level
+
+
+def write_products(editor: Editor) -> None:
+    """Write every product with stored codes as a MatMulNBits, in place."""
+    for product in find_products(editor):
+        editor.replace(product.output, [merged(editor, [product], product.output)])
+    editor.apply()
+
+
+def find_products(editor: Editor) -> list[Product]:
+    """Return the products of a model that MatMulNBits computes, in the order of the nodes."""
+    found = (_product(editor, node) for node in editor.model.graph.node)
+    return [product for product in found if product is not None]
+
+
+def merged(editor: Editor, products: Sequence[Product], output: str) -> NodeProto:
+    """Return one MatMulNBits of several products with one input, its results side by side."""
+    first, name = products[0], products[0].site.partition(":")[0]
+    if len(products) > 1:
+        name = f"{name.rpartition('.')[0]}.{'_'.join(p.site.partition(':')[0].rpartition('.')[2] for p in products)}"
+    width, made = first.sizes[0], sum(product.sizes[1] for product in products)
+    blocks, bytes_of_block = first.scales.shape[1], first.block * first.bits // 8
+    codes = partial(_packed, products)
+    inputs = [first.source, editor.keep_lazily(f"{name}.codes", (made, blocks, bytes_of_block), codes)]
+    inputs.append(editor.keep(f"{name}.scales", np.concatenate([product.scales for product in products])))
+    half = 1 << (first.bits - 1)
+    if any(product.zeros is not None for product in products):
+        zeros = [np.full(p.scales.shape, half, np.uint8) if p.zeros is None else p.zeros for p in products]
+        inputs.append(editor.keep(f"{name}.zero_points", packed_bits(np.concatenate(zeros), first.bits)))
+    if any(product.bias is not None for product in products):
+        biases = [np.zeros(p.sizes[1], np.float32) if p.bias is None else p.bias for p in products]
+        inputs += [""] * (5 - len(inputs)) + [editor.keep(f"{name}.bias", np.concatenate(biases))]
+    for product in products:
+        editor.forms[product.site] = f"MatMulNBits, {product.bits} bits, blocks of {product.block}"
+    sizes = {"K": width, "N": made, "bits": first.bits, "block_size": first.block, "accuracy_level": first.level}
+    return editor.node("MatMulNBits", inputs, [output], domain=MICROSOFT, **sizes)
+
+
+def merge_alike(products: Iterable[Product]) -> list[list[Product]]:
+    """Return products in groups that one kernel computes, neighbours only."""
+    return [[*group] for _, group in groupby(products, lambda product: product.kind)]
+
+
+def packed_bits(codes: Array, bits: int) -> Array:
+    """Return unsigned codes [..., n] as bytes, the first code lowest; the last byte is filled with zeros."""
+    per_byte = 8 // bits
+    missing = -codes.shape[-1] % per_byte
+    padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)]).astype(np.uint8, copy=False)
+    lanes = padded.reshape(*codes.shape[:-1], -1, per_byte)
+    result = lanes[..., 0].copy()
+    for lane in range(1, per_byte):
+        result |= lanes[..., lane] << (bits * lane)
+    return result
+
+
+def _packed(products: Sequence[Product]) -> Array:
+    """Return the codes of products as the kernel reads them, bytes [outputs, blocks, bytes of a block]."""
+    parts = []
+    for product in products:
+        codes = product.codes()
+        lifted = (codes.astype(np.int16) + product.lift).astype(np.uint8) if product.lift else codes.astype(np.uint8)
+        rows = np.ascontiguousarray(lifted.T)
+        missing = -rows.shape[1] % product.block
+        if missing:
+            rows = np.pad(rows, [(0, 0), (0, missing)], constant_values=1 << (product.bits - 1))
+        parts.append(packed_bits(rows.reshape(len(rows), -1, product.block), product.bits))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _product(editor: Editor, layer: NodeProto) -> Product | None:
+    if layer.op_type not in ("MatMul", "Gemm") or editor.options(layer).get("transB"):
+        return None
+    pair = editor.maker(layer.input[1], "DequantizeLinear")
+    held = None if pair is None else editor.index.stored.get(pair.input[0])
+    scale = None if pair is None else editor.index.stored.get(pair.input[1])
+    if pair is None or held is None or scale is None or held.data_type not in _CODES or len(held.dims) != 2:
+        return None
+    if scale.data_type != TensorProto.FLOAT:
+        return None
+    facts, (width, made) = metadata(pair), held.dims
+    bits, lift = _CODES[held.data_type]
+    block = int(facts.get(BLOCK_KEY, 0))
+    level = _INT8_LEVEL if block else 0
+    options = editor.options(pair)
+    axis, given = options.get("axis", 1) % 2, options.get("block_size", 0)
+    if (scale.dims and axis != 1 and not given) or (given and (axis != 0 or given not in _BLOCKS)):
+        return None
+    block = given or block or next(size for size in (*_BLOCKS, 16) if width % size == 0 or size == 16)
+    if block not in _BLOCKS:
+        return None
+    blocks = -(-width // block)
+
+    def by_block(values: Array) -> Array:
+        whole = values.T if given else np.broadcast_to(values.reshape(-1, 1), (values.size, blocks))
+        return np.ascontiguousarray(np.broadcast_to(whole, (made, blocks)))
+
+    zeros = None
+    if len(pair.input) > 2 and pair.input[2]:
+        zeros = by_block(editor.stored(pair.input[2])()).astype(np.int16) + lift
+    elif not lift:
+        zeros = np.zeros((made, blocks), np.int16)
+    if zeros is not None and (zeros == 1 << (bits - 1)).all():
+        zeros = None
+    scales = by_block(editor.stored(pair.input[1])())
+    found = _with_bias(editor, layer, made)
+    if found is None:
+        return None
+    output, bias = found
+    unsigned = None if zeros is None else zeros.astype(np.uint8)
+    site = facts.get("qsdk.site", layer.name)
+    sizes = (int(width), int(made))
+    codes = editor.stored(pair.input[0])
+    return Product(layer.input[0], output, site, bits, block, sizes, level, codes, lift, scales, unsigned, bias)
+
+
+def _with_bias(editor: Editor, layer: NodeProto, made: int) -> tuple[str, Array | None] | None:
+    """Return the result of a layer with its bias, and that, if one is stored; None where it is computed."""
+    output = layer.output[0]
+    if layer.op_type == "Gemm":
+        added = layer.input[2] if len(layer.input) > 2 else ""
+        return (output, editor.stored(added)()) if added in editor.index.stored else None if added else (output, None)
+    total = editor.reader(output, "Add")
+    added = "" if total is None else next((name for name in total.input if name != output), "")
+    stored = editor.index.stored.get(added)
+    if total is None or stored is None or [*stored.dims] != [made] or stored.data_type != TensorProto.FLOAT:
+        return output, None
+    return total.output[0], editor.stored(added)()

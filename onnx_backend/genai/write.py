@@ -1,0 +1,91 @@
+"""A sim of a decoder as a folder that onnxruntime-genai runs: the model in fused forms, its config, other files."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.genai.config import DecoderFacts, genai_config
+from onnx_backend.genai.fuse import Fused, fuse
+from onnx_backend.lower import lower
+from onnx_backend.proto.write_file import StagedModel, write_files
+from onnx_backend.runtimes.registry import runtime_named
+from qsdk.core.errors import ExportError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+from qsdk.core.report import Report
+
+MODEL, CONFIG = "model.onnx", "genai_config.json"
+#: (model file, config) -> facts for the report; raises an error about a folder that is not to be written
+CheckFolder = Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def write_genai(
+    marked: ModelProto,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    folder: Path,
+    facts: DecoderFacts,
+    *,
+    weights: Mapping[str, npt.NDArray[Any]] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+    in_use: Collection[Path] = (),
+    check: CheckFolder | None = None,
+) -> Report:
+    """Write a marked decoder as a folder; what was there under the same names is replaced when all is complete.
+
+    Args:
+        marked: the float model with marks.
+        plan: the decision for each site.
+        encodings: of every quantized site.
+        folder: is made.
+        facts: of the model, for the config.
+        weights: the values of stored tensors that the model has only stubs of, by name.
+        beside: further files, such as a tokenizer's.
+        in_use: data files that a sim still reads.
+        check: see `CheckFolder`.
+
+    Raises:
+        ExportError: the model is no decoder with a cache, or its folder cannot be written.
+    """
+    runtime = runtime_named("onnxruntime")
+    if runtime.refuse is not None:
+        runtime.refuse(encodings)
+    lowered = lower(marked, plan, encodings, dialect="onnxruntime", weights=weights, prefer="size")
+    runtime.speed_up(lowered.model)
+    fused = fuse(lowered.model, lowered.large, positions=facts.positions)
+    config = genai_config(fused.model, facts, MODEL, shares_buffers=not fused.left)
+    text = json.dumps(config, indent=4) + "\n"
+    companions: dict[Path, str | bytes] = {folder / name: data for name, data in (beside or {}).items()}
+    said: dict[str, Any] = {}
+
+    def checked(file: StagedModel) -> None:
+        said.update(check(file.staged, config) if check is not None else {})
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"cannot write {folder}: {error.strerror}; name a folder that can be written") from error
+    written = write_files(
+        {folder / MODEL: fused.model},
+        fused.large,
+        base=folder / MODEL,
+        external_data=True,
+        companions={**companions, folder / CONFIG: text},
+        in_use=in_use,
+        check=checked if check is not None else None,
+    )
+    return _report(lowered.rows, fused, written, said)
+
+
+def _report(rows: list[dict[str, Any]], fused: Fused, written: list[Path], said: Mapping[str, Any]) -> Report:
+    known = [{**row, "form": fused.forms.get(row["site"], row["form"])} for row in rows]
+    for row in known:
+        row.pop("zero_point_bytes_saved", None)
+    plain = {"plain": [f"{name}: {why}" for name, why in fused.left.items()]} if fused.left else {}
+    size = {"bytes": sum(path.stat().st_size for path in written), "nodes": len(fused.model.graph.node)}
+    forms = {"attentions": fused.attentions, "paths": [str(path) for path in written]}
+    return Report("Export", known, {**size, **forms, **plain, **said})
