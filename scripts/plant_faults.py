@@ -5,17 +5,23 @@
 
 The faults: another comparison, operator, constant, branch, reduction, or a term, a statement left out (mutation
 analysis after DeMillo, Lipton, Sayward 1978, "Hints on test data selection"). A fault is killed if a test fails, or
-takes much longer than it did. Prints one JSON line of the counts; `--out` has a line for each fault.
+takes much longer than it did. Prints one JSON line of the counts; `--out` has a line for each fault. A run that was
+stopped goes on where it was: what is in `--out` is not planted again, but for survivors that more tests can judge now
+(`--seconds`, more notes of calls).
+
+The tests are collected once. A process forked for each fault gives the live functions of its file the faulty code, and
+runs tests until one fails; the file is changed as well, for the processes that tests start.
 """
 
 import argparse
 import ast
-import importlib
+import gc
 import io
 import json
 import multiprocessing
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,15 +30,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("qsdk", "torch_bridge", "onnx_backend")
+MEMORY = 8 * 2**30  # bytes that the tests of one fault may take
 SECONDS = 60.0  # of the selected tests together, as they took when their calls were noted
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -60,6 +67,12 @@ class Fault:
     end: int
     new: str
     old: str
+
+    def planted(self, source: bytes) -> bytes:
+        """Return a file's text with the fault, every other line where it was."""
+        lines = "\n" * (self.old.count("\n") - self.new.count("\n"))
+        new = f"{self.new[:-1]}{lines})" if self.new.endswith(")") else self.new + lines
+        return source[: self.start] + new.encode() + source[self.end :]
 
 
 class Test(NamedTuple):
@@ -141,7 +154,10 @@ def is_text(node: ast.expr) -> bool:
 
 
 def tests_by_function(folder: Path) -> dict[tuple[str, int], list[Test]]:
-    """Return the tests that call each function (file, first line): those that call the fewest others first."""
+    """Return the tests that call each function (file, first line), those that call the fewest others first.
+
+    Of a test with many parametrizations the first comes before the second of any other.
+    """
     calls: dict[str, set[tuple[str, int]]] = defaultdict(set)
     set_up: dict[str, set[tuple[str, int]]] = defaultdict(set)  # of a file: what its fixtures call
     seconds: dict[str, float] = {}
@@ -162,89 +178,168 @@ def tests_by_function(folder: Path) -> dict[tuple[str, int], list[Test]]:
     for name, called in calls.items():
         for function in called | set_up[name.split("::")[0]]:
             found[function].append(Test(name, seconds[name], len(called)))
-    return {function: sorted(tests, key=lambda test: test.calls) for function, tests in found.items()}
+    return {function: _spread(tests) for function, tests in found.items()}
+
+
+def _spread(tests: list[Test]) -> list[Test]:
+    parametrizations: dict[str, int] = defaultdict(int)
+    ranked = []
+    for test in sorted(tests, key=lambda test: test.calls):
+        function = test.name.split("[")[0]
+        ranked.append((parametrizations[function], test.calls, test))
+        parametrizations[function] += 1
+    return [test for _, _, test in sorted(ranked, key=lambda row: row[:2])]
 
 
 def selected(tests: list[Test], limit: float) -> list[Test]:
     """Return as many of the tests as take no longer than `limit` seconds together, at least one."""
     result: list[Test] = []
+    spent = 0.0
     for test in tests:
-        if not result or sum(t.seconds for t in result) + test.seconds <= limit:
+        if not result or spent + test.seconds <= limit:
             result.append(test)
+            spent += test.seconds
         if len(result) == 400:
             break
     return result
 
 
-def run_tests(tree: Path, names: list[str], seconds: float) -> str | None:
-    """Run tests in a process of its own and return the first that fails, "time limit", or None."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(tree, names, writer))
-    process.start()
-    writer.close()
-    try:
-        return reader.recv() if reader.poll(60 + 5 * seconds) else "time limit"
-    except EOFError:
-        return "the process ended"
-    finally:
-        process.kill()
-        process.join()
+def live_functions() -> dict[str, list[FunctionType]]:
+    """Return the functions of all loaded modules by file."""
+    gc.unfreeze()  # what is frozen is not listed
+    result: dict[str, list[FunctionType]] = defaultdict(list)
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType:  # isinstance asks objects that warn
+            result[thing.__code__.co_filename].append(thing)
+    gc.freeze()
+    return result
 
 
-class _Failures:
-    """A pytest plugin that keeps the name of the first failed test."""
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code objects that a module's code holds, at any depth."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from codes_of(constant)
 
-    def __init__(self) -> None:
-        self.first: str | None = None
+
+def changed_codes(before: bytes, after: bytes, file: str) -> dict[tuple[str, int], CodeType]:
+    """Return the functions that differ in two texts of a file, by qualified name and first line."""
+    old, new = (list(codes_of(compile(text, file, "exec"))) for text in (before, after))
+    known = set(old)
+    return {(code.co_qualname, code.co_firstlineno): code for code in new if code not in known}
+
+
+class Planting:
+    """A pytest plugin that plants faults where pytest would run the collected tests."""
+
+    def __init__(self, numbered: list[tuple[int, Fault, list[Test]]], out: Path) -> None:
+        self.numbered, self.out = numbered, out
+        self.sound: dict[str, bool] = {}  # tests that have failed once: whether they pass without a fault
+        self.failed: str | None = None  # in a forked process: the first failed test
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the name of a failed test."""
-        if report.failed and self.first is None:
-            self.first = report.nodeid
+        """Keep the name of the first failed test."""
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the name of a file that cannot be collected."""
-        if report.failed and self.first is None:
-            self.first = f"collecting {report.nodeid}"
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Judge the faults one after the other, a line of `out` for each."""
+        items = {item.nodeid: item for item in session.items}
+        functions = live_functions()
+        for number, fault, tests in self.numbered:
+            path = Path(fault.file)
+            sound = path.read_bytes()
+            faulty = fault.planted(sound)
+            codes = changed_codes(sound, faulty, str(path.absolute()))
+            start = time.monotonic()
+            while True:
+                chosen = [test for test in tests if test.name in items and self.sound.get(test.name, True)]
+                seconds = sum(test.seconds for test in chosen)
+                path.write_bytes(faulty)
+                try:
+                    killer = self.forked(
+                        [items[t.name] for t in chosen], seconds, functions[str(path.absolute())], codes
+                    )
+                finally:
+                    path.write_bytes(sound)
+                if killer not in items or self.is_sound(killer, items[killer]):
+                    break
+            took = round(time.monotonic() - start, 1)
+            row = {"number": number, **asdict(fault), "tests": len(tests), "killer": killer, "seconds": took}
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return True
 
+    def is_sound(self, name: str, item: pytest.Item) -> bool:
+        """Return whether a test passes without a fault."""
+        if name not in self.sound:
+            self.sound[name] = self.forked([item], 60.0, [], {}) is None
+        return self.sound[name]
 
-def _run(tree: Path, names: list[str], writer: Connection) -> None:
-    os.setsid()
-    os.chdir(tree)
-    sys.path.insert(0, str(tree))
-    os.environ["PYTHONPATH"] = str(tree)
-    failures = _Failures()
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        code = pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *names], plugins=[failures])
-    writer.send(failures.first or (None if code == 0 else f"pytest ends with {code}"))
+    def forked(
+        self,
+        items: list[pytest.Item],
+        seconds: float,
+        functions: list[FunctionType],
+        codes: dict[tuple[str, int], CodeType],
+    ) -> str | None:
+        """Run tests in a process of its own and return the first that fails, why the process ended, or None."""
+        reader, writer = multiprocessing.Pipe(duplex=False)
 
+        def run() -> None:
+            os.setsid()
+            limit = int(20 + 3 * seconds)  # of the processor: a loaded machine is slow, not wrong
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            for function in functions:
+                code = function.__code__
+                function.__code__ = codes.get((code.co_qualname, code.co_firstlineno), code)
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if self.failed is not None:
+                    break
+            writer.send(self.failed)
 
-def judge(fault: Fault, tests: list[Test], tree: Path) -> dict[str, object]:
-    """Plant a fault in a copy of the project, run tests, take it back, and return its row."""
-    path = tree / fault.file
-    original = path.read_bytes()
-    path.write_bytes(original[: fault.start] + fault.new.encode() + original[fault.end :])
-    start = time.monotonic()
-    try:
-        killer = run_tests(tree, [t.name for t in tests], sum(t.seconds for t in tests)) if tests else None
-    finally:
-        path.write_bytes(original)
-    return {**asdict(fault), "tests": len(tests), "killer": killer, "seconds": round(time.monotonic() - start, 1)}
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        writer.close()
+        try:
+            return reader.recv() if reader.poll(120 + 10 * seconds) else "time limit"
+        except EOFError:
+            return "the process ended"
+        finally:
+            process.kill()
+            process.join()
 
 
 def work(numbered: list[tuple[int, Fault, list[Test]]], out: Path) -> None:
     """Judge faults one after the other in a copy of the tree, a line of `out` for each."""
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "qsdk"
+        tree = Path(folder).resolve() / "qsdk"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(tree)], check=True)
-        sound: set[str] = set()
-        for number, fault, tests in numbered:
-            if tests and tests[0].name not in sound and run_tests(tree, [tests[0].name], tests[0].seconds) is not None:
-                raise SystemExit(f"{tests[0].name} fails without a fault; note the calls of the tests again")
-            sound.update(test.name for test in tests[:1])
-            row = {"number": number, **judge(fault, tests, tree)}
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        os.chdir(tree)
+        sys.path.insert(0, str(tree))
+        os.environ["PYTHONPATH"] = str(tree)
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        arguments = ["-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+            code = pytest.main(arguments, plugins=[Planting(numbered, out)])
+        if code:
+            print(printed.getvalue()[-4000:], file=sys.stderr)
+
+
+def rows_of(out: Path, planted: list[Fault]) -> dict[int, dict[str, Any]]:
+    """Return the last row of each fault that has been judged; SystemExit if rows are of other sources or seeds."""
+    rows = {}
+    for line in out.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["number"] < len(planted) and asdict(planted[row["number"]]).items() <= row.items():
+            rows[row["number"]] = row
+        else:
+            raise SystemExit(f"{out} holds faults of other sources or another seed: remove it, or name another --out")
+    return rows
 
 
 def main() -> None:
@@ -262,11 +357,14 @@ def main() -> None:
     planted = random.Random(options.seed).sample(all_faults, min(options.faults, len(all_faults)))
     tests = tests_by_function(options.calls)
     callers = [selected(tests.get((fault.file, fault.function), []), options.seconds) for fault in planted]
-    jobs = list(zip(range(len(planted)), planted, callers, strict=True))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.unlink(missing_ok=True)
-    for name in ("onnx", "onnxruntime", "onnxscript"):
-        importlib.import_module(name)  # once, before the forks
+    options.out.touch()
+    earlier = rows_of(options.out, planted)
+    jobs = [
+        (number, fault, some)
+        for number, (fault, some) in enumerate(zip(planted, callers, strict=True))
+        if number not in earlier or (earlier[number]["killer"] is None and earlier[number]["tests"] < len(some))
+    ]
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CI"] = "1"  # hypothesis draws the same examples every time
@@ -276,13 +374,13 @@ def main() -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    rows = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
-    for row in sorted(rows, key=lambda row: row["number"]):
+    rows = rows_of(options.out, planted)
+    for _, row in sorted(rows.items()):
         if row["killer"] is None:
             change = f"`{row['old']}` -> `{row['new']}`"
             print(f"{row['file']}:{row['line']} {row['name']}: {change} ({row['tests']} tests)", file=sys.stderr)
-    uncalled = sum(row["tests"] == 0 for row in rows)
-    killed = sum(row["killer"] is not None for row in rows)
+    uncalled = sum(row["tests"] == 0 for row in rows.values())
+    killed = sum(row["killer"] is not None for row in rows.values())
     counts = {"faults": len(rows), "killed": killed, "called_by_no_test": uncalled, "candidates": len(all_faults)}
     print(json.dumps(counts))
 
