@@ -10,21 +10,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from qsdk import __version__
-from qsdk.commands.options import (
-    CODES,
-    add_command,
-    add_compare,
-    add_encodings,
-    add_evaluate,
-    add_inspect,
-    add_parity,
-    add_profile,
-    add_quantize,
-    add_report,
-    add_sensitivity,
-    add_to_integer,
-    add_validate,
-)
+from qsdk.commands.options import CODES, add_commands
 from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
 from qsdk.core.run_options import options as run_options
 
@@ -69,26 +55,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="qsdk", description="Quantize, simulate, export and prove neural networks.", epilog=CODES)
     parser.add_argument("--version", action="version", version=f"qsdk {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    demo = add_command(
-        commands, "demo", "a real network from float to integer-only, in one table", "qsdk demo --out demo"
-    )
-    demo.add_argument("--out", metavar="DIR", help="folder for the files and results.json")
-    demo.set_defaults(run="qsdk.commands.demo:run")
-    for add in (
-        add_quantize,
-        add_inspect,
-        add_validate,
-        add_parity,
-        add_compare,
-        add_to_integer,
-        add_encodings,
-        add_report,
-        add_profile,
-        add_evaluate,
-        add_sensitivity,
-    ):
-        add(commands)
+    add_commands(parser.add_subparsers(required=True, metavar="command"))
     return parser
 
 
