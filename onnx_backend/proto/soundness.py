@@ -44,8 +44,8 @@ def require_sound(model: ModelProto, where: str) -> None:
     if len(functions) < len(model.functions):
         keys = [_key(function) for function in model.functions]
         raise FileFormatError(f"{where} holds two functions {_name(max(keys, key=keys.count))}; {_AGAIN}")
-    nodes = [*all_nodes(model.graph.node)]
-    inside = {key: [*all_nodes(function.node)] for key, function in functions.items()}
+    nodes = all_nodes(model.graph.node)
+    inside = {key: all_nodes(function.node) for key, function in functions.items()}
     for node in (*nodes, *(node for body in inside.values() for node in body)) if functions else ():
         _require_fit(node, functions.get(_called(node)), where)
     for key, function in functions.items():

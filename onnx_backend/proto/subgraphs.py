@@ -52,12 +52,12 @@ def _own_names(graph: GraphProto) -> set[str]:
     return own
 
 
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield nodes and the nodes of their bodies, at every depth."""
+def all_nodes(nodes: Iterable[NodeProto]) -> list[NodeProto]:
+    """Return nodes and the nodes of their bodies, at every depth."""
+    found = []
     for node in nodes:
-        yield node
-        for _, graph in bodies(node):
-            yield from all_nodes(graph.node)
+        found += [node, *(inner for _, graph in bodies(node) for inner in all_nodes(graph.node))]
+    return found
 
 
 def names_of(graph: GraphProto) -> Iterator[str]:

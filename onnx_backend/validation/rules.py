@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array, bytes_of
-from onnx_backend.proto.nodes import attributes, metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import LARGEST_OPSET, opset_of
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.validation.scope import (
-    CONTRIB,
     STANDARD,
     Finding,
+    Quantizer,
     Scope,
     Shape,
     error,
     is_quantizer,
+    quantizer_of,
+    quantizers_in,
     scopes,
     type_name,
     warning,
@@ -76,119 +78,101 @@ _HELD: Mapping[int, tuple[int, int]] = {
 # --- types -----------------------------------------------------------------------------------------------------------
 
 
-def conflict(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def conflict(q: Quantizer) -> Iterator[Finding]:
     """Yield an error if `output_dtype` contradicts the zero point, or the declared type the node's result."""
-    asked, name = int(attributes(node).get("output_dtype", 0)), scope.name(node)
-    zero_point = scope.type(scope.input(node, 2)) if scope.input(node, 2) else 0
-    if node.op_type == "QuantizeLinear" and asked and zero_point and asked != zero_point:
-        problem = f"output_dtype {type_name(asked)} contradicts the zero point, which is {type_name(zero_point)}"
-        yield error(name, "output_dtype", problem, "drop one of the two, or make them agree")
+    asked, given, output = int(q.options.get("output_dtype", 0)), q.zero_point.type, q.node.output[0]
+    if q.quantizes and asked and given and asked != given:
+        problem = f"output_dtype {type_name(asked)} contradicts the zero point, which is {type_name(given)}"
+        yield error(q.name, "output_dtype", problem, "drop one of the two, or make them agree")
         return
-    result, declared = scope.made_type(node), scope.types.get(node.output[0], 0)
-    if result and declared and result != declared:
-        problem = f"it makes {type_name(result)}, but the graph declares {node.output[0]!r} as {type_name(declared)}"
-        if node.op_type == "QuantizeLinear" and not asked and not scope.input(node, 2):
+    declared = q.scope.types.get(output, 0)
+    if q.made_type and declared and q.made_type != declared:
+        problem = f"it makes {type_name(q.made_type)}, but the graph declares {output!r} as {type_name(declared)}"
+        remedy = "correct the declared type"
+        if q.quantizes and not asked and not q.zero_point.name:
             remedy = f"set output_dtype to {type_name(declared)}, or give a zero point of that type"
-        else:
-            remedy = "correct the declared type"
-        yield error(name, "dtype", problem, remedy)
+        yield error(q.name, "dtype", problem, remedy)
 
 
-def quantized_type(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def quantized_type(q: Quantizer) -> Iterator[Finding]:
     """Yield an error if the opset lacks the quantized type, or a DequantizeLinear's zero point has another one."""
-    name = scope.name(node)
-    if node.op_type == "QuantizeLinear":
-        code = scope.made_type(node)
-    else:
-        code = scope.type(node.input[0])
-        zero_point = scope.type(scope.input(node, 2)) if scope.input(node, 2) else 0
-        if code and zero_point and code != zero_point:
-            problem = f"it reads {type_name(code)} with a zero point of {type_name(zero_point)}"
-            yield error(name, "dtype", problem, "give the zero point the type of the data")
+    code = q.made_type if q.quantizes else q.x.type
+    if not q.quantizes:
+        if code and q.zero_point.type and code != q.zero_point.type:
+            problem = f"it reads {type_name(code)} with a zero point of {type_name(q.zero_point.type)}"
+            yield error(q.name, "dtype", problem, "give the zero point the type of the data")
         if code == _T.INT32:
             return  # a bias
-    since = _first(_SINCE, code, node, contrib=(*FLOAT8, _T.UINT16, _T.INT16, _T.UINT4, _T.INT4))
-    if code and since > scope.opset:
+    since = _first(_SINCE, code, q, contrib=(*FLOAT8, _T.UINT16, _T.INT16, _T.UINT4, _T.INT4))
+    if code and since > q.scope.opset:
         legal = f"it exists from opset {since} on" if since < _NEVER else "it is no quantized type"
-        problem = f"{type_name(code)} at opset {scope.opset}: {legal}"
+        problem = f"{type_name(code)} at opset {q.scope.opset}: {legal}"
         remedy = f"export at opset {since}" if since <= LARGEST_OPSET else "choose an integer or float8 type"
-        yield error(name, "dtype", problem, remedy)
+        yield error(q.name, "dtype", problem, remedy)
 
 
-def float_types(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def float_types(q: Quantizer) -> Iterator[Finding]:
     """Yield errors if the types of x, of the scale or of DequantizeLinear's result are not allowed."""
-    name, x, scale = scope.name(node), scope.type(node.input[0]), scope.type(scope.input(node, 1))
-    since = _first(_SCALE_SINCE, scale, node, contrib=(_T.FLOAT16,))
-    if scale and since > scope.opset:
+    opset, x, scale = q.scope.opset, q.x.type, q.scale.type
+    since = _first(_SCALE_SINCE, scale, q, contrib=(_T.FLOAT16,))
+    if scale and since > opset:
         legal = f"which scales may be from opset {since} on" if since < _NEVER else "which no scale may be"
-        problem = f"at opset {scope.opset} the scale {node.input[1]!r} is {type_name(scale)}, {legal}"
-        yield error(name, "scale", problem, "store scales as float32")
-    elif node.op_type == "QuantizeLinear":
-        since = _first(_X_SINCE, x, node, contrib=(_T.FLOAT16,))
-        if x and since > scope.opset:
+        problem = f"at opset {opset} the scale {q.scale.name!r} is {type_name(scale)}, {legal}"
+        yield error(q.name, "scale", problem, "store scales as float32")
+    elif q.quantizes:
+        since = _first(_X_SINCE, x, q, contrib=(_T.FLOAT16,))
+        if x and since > opset:
             legal = f"which is possible from opset {since} on" if since < _NEVER else "which no opset allows"
-            problem = f"at opset {scope.opset} it quantizes {type_name(x)}, {legal}"
-            yield error(name, "dtype", problem, "cast to float32 first")
-        elif x and scale and x != scale and 19 <= scope.opset < 23:
+            problem = f"at opset {opset} it quantizes {type_name(x)}, {legal}"
+            yield error(q.name, "dtype", problem, "cast to float32 first")
+        elif x and scale and x != scale and 19 <= opset < 23:
             problem = f"its scale is {type_name(scale)} and its input {type_name(x)}; before opset 23 they must agree"
-            yield error(name, "scale", problem, "cast one of them")
-    elif node.domain != CONTRIB:
-        yield from _dequantized_type(node, scope)
+            yield error(q.name, "scale", problem, "cast one of them")
+    elif not q.is_contrib and q.made_type and q.made_type not in _FLOATS and opset >= 23:
+        problem = f"it would give {type_name(q.made_type)}; DequantizeLinear gives FLOAT, FLOAT16 or BFLOAT16"
+        yield error(q.name, "output_dtype", problem, "set output_dtype to FLOAT")
 
 
-def _dequantized_type(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    result = scope.made_type(node)
-    if result and result not in _FLOATS and scope.opset >= 23:
-        problem = f"it would give {type_name(result)}; DequantizeLinear gives FLOAT, FLOAT16 or BFLOAT16"
-        yield error(scope.name(node), "output_dtype", problem, "set output_dtype to FLOAT")
-
-
-def node_attributes(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def node_attributes(q: Quantizer) -> Iterator[Finding]:
     """Yield findings for attributes that are newer than the opset, or that have no effect."""
-    name = scope.name(node)
-    for attribute in node.attribute:
-        first = _ATTRIBUTE_SINCE.get((node.op_type, attribute.name), 0)
-        if first > scope.opset and node.domain != CONTRIB:
-            problem = f"{attribute.name} at opset {scope.opset}: {node.op_type} has it from opset {first} on"
-            yield error(name, "opset", problem, f"export at opset {max(first, 21)}, or drop the attribute")
-    options, code = attributes(node), scope.made_type(node)
-    if node.op_type == "QuantizeLinear" and options.get("saturate", 1) == 0 and code and code not in FLOAT8:
-        problem = f"saturate=0 means nothing for {type_name(code)}, which always saturates"
-        yield warning(name, "dtype", problem, "drop the attribute")
-    precision = int(options.get("precision", 0))
+    for attribute in q.options:
+        first = _ATTRIBUTE_SINCE.get((q.node.op_type, attribute), 0)
+        if first > q.scope.opset and not q.is_contrib:
+            problem = f"{attribute} at opset {q.scope.opset}: {q.node.op_type} has it from opset {first} on"
+            yield error(q.name, "opset", problem, f"export at opset {max(first, 21)}, or drop the attribute")
+    if q.quantizes and q.options.get("saturate", 1) == 0 and q.made_type and q.made_type not in FLOAT8:
+        problem = f"saturate=0 means nothing for {type_name(q.made_type)}, which always saturates"
+        yield warning(q.name, "dtype", problem, "drop the attribute")
+    precision = int(q.options.get("precision", 0))
     if precision and precision not in _FLOATS:
         problem = f"precision {type_name(precision)} is no type to divide in"
-        yield error(name, "dtype", problem, "set precision to FLOAT, or drop it")
+        yield error(q.name, "dtype", problem, "set precision to FLOAT, or drop it")
     elif precision and precision != _T.FLOAT:
         problem = f"precision {type_name(precision)} is ignored by ONNX Runtime, which divides in FLOAT"
-        yield warning(name, "dtype", problem, "set precision to FLOAT: results will not depend on who runs the model")
+        yield warning(q.name, "dtype", problem, "set precision to FLOAT: results will not depend on who runs the model")
 
 
-def _first(table: Mapping[int, int], code: int, node: NodeProto, *, contrib: tuple[int, ...]) -> int:
+def _first(table: Mapping[int, int], code: int, q: Quantizer, *, contrib: tuple[int, ...]) -> int:
     """Return the first opset that has a type; the runtime's own Q/DQ ops have some of them at every opset."""
-    if node.domain == CONTRIB and code in contrib:
-        return 0
-    return table.get(code, _NEVER)
+    return 0 if q.is_contrib and code in contrib else table.get(code, _NEVER)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 
-def shapes(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def shapes(q: Quantizer) -> Iterator[Finding]:
     """Yield errors if the shapes of scale and zero point do not fit each other, x, axis and block_size."""
-    name, options = scope.name(node), attributes(node)
-    scale, x = scope.shape(scope.input(node, 1)), scope.shape(node.input[0])
-    axis, block = int(options.get("axis", 1)), int(options.get("block_size", 0))
+    scale, x, zero_point = q.scale.shape, q.x.shape, q.zero_point.shape
+    axis, block = int(q.options.get("axis", 1)), int(q.options.get("block_size", 0))
     if scale is None:
         return
-    zero_point = scope.shape(scope.input(node, 2)) if scope.input(node, 2) else None
     if zero_point is not None and not _same(zero_point, scale):
         problem = f"the zero point's shape {zero_point} is not the scale's {scale}"
         remedy = "give one zero point per scale, of the same shape"
-        yield (warning if {zero_point, scale} == {(), (1,)} else error)(name, "shape", problem, remedy)
+        yield (warning if {zero_point, scale} == {(), (1,)} else error)(q.name, "shape", problem, remedy)
     problem = _without_x(scale, block) or (_against(x, scale, axis, block) if x is not None else "")
     if problem:
-        yield error(name, "shape", problem, _REMEDY)
+        yield error(q.name, "shape", problem, _REMEDY)
 
 
 def _without_x(scale: Shape, block: int) -> str:
@@ -245,42 +229,42 @@ def _agree(left: int | None, right: int | None) -> bool:
 # --- stored values ---------------------------------------------------------------------------------------------------
 
 
-def scales(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def scales(q: Quantizer) -> Iterator[Finding]:
     """Yield a finding unless scales are positive and finite, and zero points of float8 and int32 codes are 0."""
-    name, stored = scope.name(node), scope.stored.get(scope.input(node, 1))
+    stored = q.scope.stored.get(q.scale.name)
     if stored is not None and stored.data_type in _STORED_FLOATS and 0 not in stored.dims:
         low, high = _ends(array(stored))
         if not (low > 0 and np.isfinite(high)):
             bad = high if low > 0 else low
-            problem = f"the scale {node.input[1]!r} holds {bad}; scales are positive and finite"
-            yield error(name, "scale", problem, "calibrate again")
-    zero_point = scope.stored.get(scope.input(node, 2))
+            problem = f"the scale {q.scale.name!r} holds {bad}; scales are positive and finite"
+            yield error(q.name, "scale", problem, "calibrate again")
+    zero_point = q.scope.stored.get(q.zero_point.name)
     if zero_point is None or zero_point.data_type not in (_T.INT32, *FLOAT8, _T.FLOAT4E2M1):
         return
     if array(zero_point).astype(np.float32).any():
         kind = type_name(zero_point.data_type)
         problem = f"the zero point of codes of {kind} is not 0"
         if kind == "INT32":
-            yield warning(name, "zero_point", f"{problem}; not every runtime subtracts it", "drop the zero point")
+            yield warning(q.name, "zero_point", f"{problem}; not every runtime subtracts it", "drop the zero point")
         else:
-            yield error(name, "zero_point", f"{problem}, which the runtime refuses", "drop the zero point")
+            yield error(q.name, "zero_point", f"{problem}, which the runtime refuses", "drop the zero point")
 
 
-def float_values(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def float_values(q: Quantizer) -> Iterator[Finding]:
     """Yield an error if a stored float tensor that the graph quantizes holds NaN, which has no code."""
-    stored = scope.stored.get(node.input[0])
+    stored = q.scope.stored.get(q.x.name)
     is_float = stored is not None and stored.data_type in _STORED_FLOATS and 0 not in stored.dims
     if stored is not None and is_float and np.isnan(_ends(array(stored))[0]):
-        problem = f"it quantizes {node.input[0]!r}, which holds NaN"
-        yield error(scope.name(node), "grid", problem, "repair the weights and export again")
+        problem = f"it quantizes {q.x.name!r}, which holds NaN"
+        yield error(q.name, "grid", problem, "repair the weights and export again")
 
 
-def grid(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def grid(q: Quantizer) -> Iterator[Finding]:
     """Yield an error if codes or zero points are outside the grid that the metadata declares (`qsdk.dtype`)."""
-    declared = metadata(node).get("qsdk.dtype")
+    declared = metadata(q.node).get("qsdk.dtype")
     if declared is None:
         return
-    name, code = scope.name(node), scope.type(node.input[0])
+    name, code = q.name, q.x.type
     dtype = _known(declared)
     if dtype is None or not dtype.is_quantized:
         yield error(name, "grid", f"its metadata declares {declared!r}, which is no quantized dtype", "update qsdk")
@@ -294,8 +278,8 @@ def grid(node: NodeProto, scope: Scope) -> Iterator[Finding]:
         )
         yield error(name, "grid", problem, "export the model again")
     elif dtype.narrows_container:
-        for position, what in ((0, "codes"), (2, "zero points")):
-            stored = scope.stored.get(scope.input(node, position))
+        for tensor, what in ((q.x.name, "codes"), (q.zero_point.name, "zero points")):
+            stored = q.scope.stored.get(tensor)
             if stored is not None and 0 not in stored.dims:
                 yield from _on_grid(array(stored), dtype, what, name)
 
@@ -355,24 +339,23 @@ def _overflow_problem(tensor: TensorProto) -> str:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def pairs(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def pairs(q: Quantizer) -> Iterator[Finding]:
     """Yield an error if a DequantizeLinear has not the scale, zero point, axis and block size of its QuantizeLinear."""
-    quantize = scope.makers.get(node.input[0])
-    if quantize is None or quantize.op_type != "QuantizeLinear" or not is_quantizer(quantize):
+    maker = q.scope.makers.get(q.x.name)
+    if maker is None or maker.op_type != "QuantizeLinear" or not is_quantizer(maker):
         return
-    name, other = scope.name(node), scope.name(quantize)
-    for position, what in ((1, "scale"), (2, "zero point")):
-        if not _same_values(scope.input(quantize, position), scope.input(node, position), scope):
-            problem = f"its {what} is not that of {other!r}, whose output it reads"
-            yield error(name, "pair", problem, f"give both nodes the same {what}")
-    left, right = attributes(quantize), attributes(node)
-    scale = scope.shape(scope.input(node, 1))
-    if scale is None or math.prod(2 if n is None else n for n in scale) <= 1:
+    quantize = quantizer_of(maker, q.scope)
+    for theirs, own, what in ((quantize.scale, q.scale, "scale"), (quantize.zero_point, q.zero_point, "zero point")):
+        if not _same_values(theirs.name, own.name, q.scope):
+            problem = f"its {what} is not that of {quantize.name!r}, whose output it reads"
+            yield error(q.name, "pair", problem, f"give both nodes the same {what}")
+    if q.scale.shape is None or math.prod(2 if n is None else n for n in q.scale.shape) <= 1:
         return  # per tensor, where axis means nothing
     for option, default in (("axis", 1), ("block_size", 0)):
-        if not _same_option(option, left.get(option, default), right.get(option, default), scope.shape(node.input[0])):
-            problem = f"its {option} is not that of {other!r}, whose output it reads"
-            yield error(name, "pair", problem, f"give both nodes the same {option}")
+        left, right = (one.options.get(option, default) for one in (quantize, q))
+        if not _same_option(option, left, right, q.x.shape):
+            problem = f"its {option} is not that of {quantize.name!r}, whose output it reads"
+            yield error(q.name, "pair", problem, f"give both nodes the same {option}")
 
 
 def _same_option(option: str, left: int, right: int, shape: tuple[int | None, ...] | None) -> bool:
@@ -394,10 +377,10 @@ def _same_values(left: str, right: str, scope: Scope) -> bool:
     return fits and bool((first == second).all())
 
 
-def unused(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def unused(q: Quantizer) -> Iterator[Finding]:
     """Yield a warning if nothing reads the result; codes may also leave the model, or be read by integer ops."""
-    if node.output[0] not in scope.read:
-        yield warning(scope.name(node), "unused", f"nothing reads its output {node.output[0]!r}", "remove the node")
+    if q.node.output[0] not in q.scope.read:
+        yield warning(q.name, "unused", f"nothing reads its output {q.node.output[0]!r}", "remove the node")
 
 
 # --- the runtime's CPU -----------------------------------------------------------------------------------------------
@@ -413,30 +396,27 @@ def versions(model: ModelProto) -> Iterator[Finding]:
         yield warning("", "runtime", problem, "export at opset 21, or 25 for 2-bit types")
 
 
-def kernels(node: NodeProto, scope: Scope) -> Iterator[Finding]:
+def kernels(q: Quantizer) -> Iterator[Finding]:
     """Yield a warning for types and forms of QuantizeLinear and DequantizeLinear without a kernel."""
-    name, x, scale = scope.name(node), scope.type(node.input[0]), scope.type(scope.input(node, 1))
-    quantizes = node.op_type == "QuantizeLinear"
-    code = scope.made_type(node) if quantizes else x
+    x, scale, code = q.x.type, q.scale.type, q.made_type if q.quantizes else q.x.type
     lacking = [t for t in (code, scale) if t in (_T.FLOAT4E2M1, *FLOAT6, _T.BFLOAT16, _T.FLOAT8E8M0)]
-    if quantizes and x in (_T.INT32, _T.BFLOAT16):
+    if q.quantizes and x in (_T.INT32, _T.BFLOAT16):
         lacking.append(x)
     if lacking:
-        problem = f"the runtime has no kernel for {node.op_type} with {type_name(lacking[0])}"
-        yield warning(name, "kernel", problem, "choose another dtype to run it there")
-    elif quantizes and x and scale and x != scale and scope.opset >= 23:
+        problem = f"the runtime has no kernel for {q.node.op_type} with {type_name(lacking[0])}"
+        yield warning(q.name, "kernel", problem, "choose another dtype to run it there")
+    elif q.quantizes and x and scale and x != scale and q.scope.opset >= 23:
         problem = f"the runtime cannot quantize {type_name(x)} with a scale of {type_name(scale)}"
-        yield warning(name, "kernel", problem, f"store the scale as {type_name(x)}")
-    shape = scope.shape(scope.input(node, 1))
-    if shape == (1,) and attributes(node).get("block_size", 0) > 0:
+        yield warning(q.name, "kernel", problem, f"store the scale as {type_name(x)}")
+    if q.scale.shape == (1,) and q.options.get("block_size", 0) > 0:
         problem = "the runtime refuses block_size where there is one scale for the whole of a vector"
-        yield warning(name, "kernel", problem, "drop block_size and store the scale as a scalar")
+        yield warning(q.name, "kernel", problem, "drop block_size and store the scale as a scalar")
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-_Rule = Callable[[NodeProto, Scope], Iterator[Finding]]
+_Rule = Callable[[Quantizer], Iterator[Finding]]
 _BOTH: tuple[_Rule, ...] = (
     conflict,
     quantized_type,
@@ -461,10 +441,8 @@ def findings(model: ModelProto) -> Iterator[Finding]:
         found += stored_tensors(scope)
     if not any(finding.severity == "error" for finding in found):  # the values can be read
         for scope, nodes in known:
-            for node in nodes:
-                if is_quantizer(node) and len(node.input) > 1:
-                    for rule in _RULES[node.op_type]:
-                        found.extend(rule(node, scope))
+            for q in quantizers_in(scope, nodes):
+                found += [finding for rule in _RULES[q.node.op_type] for finding in rule(q)]
     yield from found
     if not any(finding.severity == "error" for finding in found):
         yield from _checker(model)

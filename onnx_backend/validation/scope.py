@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -84,10 +84,6 @@ class Scope:
         """Return a node's name with its path, else its first output's."""
         return self.path + node_label(node)
 
-    def input(self, node: NodeProto, position: int) -> str:
-        """Return the name of an input, "" where it is absent."""
-        return node.input[position] if len(node.input) > position else ""
-
     def type(self, tensor: str) -> int:
         """Return the TensorProto type, 0 where it is unknown or the tensor absent."""
         if tensor in self.stored:
@@ -99,15 +95,53 @@ class Scope:
 
     def made_type(self, node: NodeProto) -> int:
         """Return the result type of a QuantizeLinear or DequantizeLinear by the operator's rules; 0 where unknown."""
-        asked = int(attributes(node).get("output_dtype", 0))
+        asked = next((int(attribute.i) for attribute in node.attribute if attribute.name == "output_dtype"), 0)
         if node.op_type == "DequantizeLinear":
-            return asked or self.type(self.input(node, 1))
-        zero_point = self.input(node, 2)
+            return asked or self.type(node.input[1])
+        zero_point = node.input[2] if len(node.input) > 2 else ""
         return (self.type(zero_point) if zero_point else 0) or asked or (0 if zero_point else int(TensorProto.UINT8))
 
     def shape(self, tensor: str) -> Shape | None:
         """Return the shape, None where it is unknown."""
         return tuple(self.stored[tensor].dims) if tensor in self.stored else self.shapes.get(tensor)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input of a node: its name, "" where it is absent, its type, 0 where unknown, and its shape."""
+
+    name: str
+    type: int
+    shape: Shape | None
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A QuantizeLinear or DequantizeLinear with what its scope says of it: name, operands, the type of its result."""
+
+    node: NodeProto
+    scope: Scope
+    name: str
+    options: Mapping[str, Any]
+    x: Operand
+    scale: Operand
+    zero_point: Operand
+    made_type: int
+    quantizes: bool  # rather than dequantizes
+    is_contrib: bool  # the runtime's own op
+
+
+def quantizer_of(node: NodeProto, scope: Scope) -> Quantizer:
+    """Return a QuantizeLinear or DequantizeLinear with what its scope says of it."""
+    names = [*node.input, "", ""][:3]
+    x, scale, zero = (Operand(name, *((scope.type(name), scope.shape(name)) if name else (0, None))) for name in names)
+    kinds = node.op_type == "QuantizeLinear", node.domain == CONTRIB
+    return Quantizer(node, scope, scope.name(node), attributes(node), x, scale, zero, scope.made_type(node), *kinds)
+
+
+def quantizers_in(scope: Scope, nodes: Iterable[NodeProto]) -> list[Quantizer]:
+    """Return the QuantizeLinear and DequantizeLinear of a graph, without those that lack a scale."""
+    return [quantizer_of(node, scope) for node in nodes if is_quantizer(node) and len(node.input) > 1]
 
 
 def scopes(model: ModelProto) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
