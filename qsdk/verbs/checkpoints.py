@@ -103,7 +103,8 @@ def quantize_checkpoint(
         example: inputs to trace the model with; None for tokens, in any number of rows of any length.
         options: `max_memory` (1 GiB here) and `progress`, see `qsdk.options`; the others are for `qsdk.export`, such as
             `opset=` and `dialect=`. With `format="compressed-tensors"`, `out` is the folder for vLLM and transformers
-            instead (`config.for_dialect("compressed-tensors")` before it).
+            instead, and with `format="gguf"` the file for llama.cpp (`.gguf`), or a folder for it
+            (`config.for_dialect` of the same name before it).
 
     Returns:
         What `qsdk.export` returns, with `verbs`, `resumed` (from an earlier run) and `seconds` in the summary.
@@ -127,7 +128,9 @@ def quantize_checkpoint(
     for_export = {name: value for name, value in options.items() if name not in _SHARED}
     _require_options_of_export(for_export)
     names, chosen = require_verbs(verbs), config_or_preset(config) or w8a8()
-    target, run = Path(out), Path(out, RUN)
+    one_file = for_export.get("format") == "gguf" and Path(out).suffix == ".gguf"
+    target = Path(out).parent if one_file else Path(out)
+    run = target / RUN
     resumed = _begun(run, Path(folder))
     sim = quantize_folder(folder, example, chosen, scratch=run)
     batches = _required(data, sim.plan)
@@ -137,8 +140,9 @@ def quantize_checkpoint(
     if for_export.get("format", "onnx") == "onnx":
         report = export(sim, target / MODEL, **{"external_data": True, **for_export})
         _copy_beside(Path(folder), sim.model, target)
-    else:  # a folder, with all that belongs to it
-        report = export(sim, target, **for_export)
+    else:  # a file or a folder, with all that belongs to it
+        whole = for_export["format"] == "gguf"
+        report = export(sim, Path(out) if one_file else target / "model.gguf" if whole else target, **for_export)
     shutil.rmtree(run, ignore_errors=True)
     facts = {"verbs": ", ".join(names) or "none", "resumed": resumed, "seconds": time.perf_counter() - started}
     return Report(report.title, report.rows, {**report.summary, **facts})

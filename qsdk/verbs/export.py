@@ -28,8 +28,9 @@ from qsdk.verbs.doors.choose import Door, Sim, door_of
 from qsdk.verbs.genai import write_folder_for_genai
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
+from torch_bridge.gguf.write import write_gguf
 
-_FOLDERS = ("compressed-tensors", "genai")
+_OTHERS = ("compressed-tensors", "genai", "gguf")
 _OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
 
 
@@ -47,7 +48,7 @@ def export(
     sim: Sim,
     path: str | os.PathLike[str],
     *,
-    format: Literal["onnx", "compressed-tensors", "genai"] = "onnx",
+    format: Literal["onnx", "compressed-tensors", "genai", "gguf"] = "onnx",
     opset: int = 21,
     dialect: Dialect = "onnxruntime",
     uncalibrated: Literal["error", "float"] = "error",
@@ -59,13 +60,15 @@ def export(
 
     With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error. With
     `format="genai"`, write a folder for onnxruntime-genai: the model in the fused forms of that runtime, its config and
-    the tokenizer's files.
+    the tokenizer's files. With `format="gguf"`, write a file for llama.cpp, with the weights of the sim to the last bit
+    and the tokenizer of the folder that the model was read from.
 
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
-        format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it); or
-            `genai` (causal models of transformers, with `kv_cache=` in the config).
+        format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
+            `genai` (causal models of transformers, with `kv_cache=` in the config); or `gguf` (causal models of
+            transformers; `config.for_dialect("gguf")` before it).
         opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
             8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
@@ -108,7 +111,7 @@ def export(
     encodings = door.encodings(ready)
     choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
     choices |= {"shapes": options.get("shapes"), "cache": options.get("cache"), "prefer": prefer}
-    if format != "onnx" and format in _FOLDERS:
+    if format in _OTHERS:
         usual = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
         not_for_it = [name for name, given in choices.items() if given != usual.get(name)]
         if not_for_it:
@@ -117,9 +120,9 @@ def export(
         if format == "genai":
             report = write_folder_for_genai(sim, plan, encodings, path, tokenizer=options.get("tokenizer"), check=check)
             return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
-        return write_compressed(sim, plan, encodings, path, options.get("max_shard_bytes"))
+        return write_module(sim, plan, encodings, path, format, options.get("max_shard_bytes"))
     if format != "onnx":
-        raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _FOLDERS))}")
+        raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
     _require_own(format, options)
     report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
     return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
@@ -236,15 +239,18 @@ def _require_own(format: str, options: FileOptions) -> None:
             raise ConfigError(f"{name}= is for format={own!r}; leave it out with format={format!r}")
 
 
-def write_compressed(
+def write_module(
     sim: Sim,
     plan: Plan,
     encodings: Mapping[str, Encoding],
     path: str | os.PathLike[str],
+    format: str,
     max_shard_bytes: int | None,
 ) -> Report:
-    """Write a sim of an nn.Module as a folder in the format compressed-tensors."""
+    """Write a sim of an nn.Module as a folder in the format compressed-tensors, or as a GGUF file."""
     if isinstance(sim, OnnxSim):
-        raise ExportError("compressed-tensors holds modules of PyTorch, not ONNX models; quantize the nn.Module")
+        raise ExportError(f"{format} holds modules of PyTorch, not ONNX models; quantize the nn.Module")
     door_of(sim).traced()  # refuses a model that has changed since it was quantized
+    if format == "gguf":
+        return write_gguf(sim, plan, encodings, path)
     return write_folder(sim, plan, encodings, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)

@@ -235,7 +235,7 @@ def write_folder(
     than `max_shard_bytes`; an earlier export in the folder is written over.
     """
     library, target = _library(), Path(folder)
-    _require_plain(sim.model)
+    require_plain(sim.model)
     found = survey(sim, plan, encodings)
     own = encoding_keys(sim.model)
     require_names_of_file(sim.model, [name for name in sim.model.state_dict() if name not in own])
@@ -264,7 +264,7 @@ def _library() -> Any:
         raise ConfigError("a folder of safetensors needs the package: pip install 'qsdk[safetensors]'") from error
 
 
-def _require_plain(model: nn.Module) -> None:
+def require_plain(model: nn.Module) -> None:
     """Refuse a model that is no longer what its class and config say."""
     require_nothing_folded(model)
     if unbounded := unbounded_paths(model):

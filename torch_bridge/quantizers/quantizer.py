@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics import affine
+from qsdk.core.numerics.block_scales import last_place
 from qsdk.core.numerics.dtypes import DType, float8e8m0
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
@@ -87,7 +88,8 @@ def _rounded_power_of_two(base: Tensor, log2: Tensor, digits: int | None) -> Ten
     if digits is None:
         return scale
     mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp((mantissa * 2**digits).round(), exponent - digits)
+    places = (exponent - last_place(digits)).clamp(0, digits)
+    return torch.ldexp(torch.ldexp(mantissa, places).round().clamp_(min=1), exponent - places)
 
 
 class Quantizer:

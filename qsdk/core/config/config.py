@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Unpack
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import changed_choices, changes_for, hardware_in, weight_for
+from qsdk.core.config.for_dialect import CHANGES, changed_choices, changes_for, hardware_in, scale_bits_of, weight_for
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -204,10 +204,12 @@ class QuantConfig:
         whose weights alone are quantized compute in int8 (`compute`), unless the config says float32.
 
         `compressed-tensors`, the format of `qsdk.export`, quantizes linear layers alone (`only_linear`): weights, and
-        activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float.
+        activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float. `gguf`, the format of
+        llama.cpp, has weights of up to 8 bits with scales that float16 holds, and so have their products with zero
+        points; activations stay float, and layers round their input to int8 (`compute`), as llama.cpp does.
 
         Args:
-            dialect: of `qsdk.export`, or `compressed-tensors`.
+            dialect: of `qsdk.export`, or one of its formats, `compressed-tensors` and `gguf`.
             processor: for `onnxruntime`, where the file is to be exact: `any` (`int8_exact`: int8 with scales so large
                 that no sum of products saturates, as fast everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with
                 a zero point of 128, slower).
@@ -224,6 +226,8 @@ class QuantConfig:
         )
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
         changed = replace(changed, only_linear=changed.only_linear or changes.only_linear)
+        if changes.scale_digits is not None:
+            changed = self._with_scale_digits(changed, dialect)
         changed = replace(changed, hardware=changed.hardware or hardware_in(dialect, placement))
         weight = weight_for(dialect, processor)
         if weight not in (None, int8) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
@@ -234,7 +238,7 @@ class QuantConfig:
             exact |= {"symmetric_weights": symmetric}
             first = make_rule("*", exact, optional=True)  # so that every rule of the user's comes after it
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
-        if changes.int8_inputs and self.activation.kind == "float":
+        if changes.int8_inputs and changed.activation.kind == "float":
             changed = replace(changed, compute=self.compute or "int8")
         if changes.only_linear:
             changed = replace(changed, compute=None)  # such files have no field for it
@@ -245,6 +249,20 @@ class QuantConfig:
         if not changes.float_biases:
             return changed
         return changed.override("*", op_type=changes.float_biases, bias=float32, optional=True)
+
+    def _with_scale_digits(self, changed: "QuantConfig", dialect: str) -> "QuantConfig":
+        """Return the config for a dialect with scales of weights that its types can hold, in rules as well."""
+        own, rules = {name: getattr(self, name) for name in CHOICES}, []
+        for rule in changed.rules:
+            about_scales = {"weight", "symmetric_weights", "scale_bits"} & rule.choices.keys()
+            digits = scale_bits_of({**own, **rule.choices}, dialect) if about_scales else None
+            rules.append(rule if digits is None else replace(rule, choices={**rule.choices, "scale_bits": digits}))
+        changed = replace(changed, scale_bits=scale_bits_of(own, dialect), rules=tuple(rules))
+        if all(choice.get("symmetric_weights") is not False for choice in (own, *(rule.choices for rule in rules))):
+            return changed
+        # tables keep 8 bits, which no type holds with zero points
+        digits = CHANGES[dialect].scale_digits
+        return changed.override("*", op_type="Gather", symmetric_weights=True, scale_bits=digits, optional=True)
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
         """Return a config that names the parameters of a module class which are read through quantizers.

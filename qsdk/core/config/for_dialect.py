@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DType, float32, int4, int8, int8_exact, uint8, uint16
+from qsdk.core.numerics.dtypes import BlockFormat, DType, float32, int4, int8, int8_exact, uint8, uint16
 
 #: the dialects of ONNX files, one per runtime, and the standard's own form
 Dialect = Literal["onnxruntime", "onnx", "openvino", "qnn", "tensorrt"]
@@ -35,6 +35,7 @@ class Changes:
         hardware: of `qsdk.core.planning.hardware`, for configs that name none.
         placements: of pairs, the default first; with `all` in place of it, no hardware is named.
         int8_inputs: True if layers whose weights alone are quantized are fastest on inputs rounded to int8.
+        scale_digits: significant binary digits of scales of weights, and of their products with zero points.
         fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
     """
 
@@ -50,6 +51,7 @@ class Changes:
     hardware: str | None = None
     placements: tuple[str, ...] = ("all",)
     int8_inputs: bool = False
+    scale_digits: int | None = None
     fused_slopes: bool | None = None
 
 
@@ -103,6 +105,14 @@ CHANGES: Mapping[str, Changes] = {
         float_biases=("*",),
         only_linear=True,
     ),
+    "gguf": Changes(
+        activations={"uint16": float32, "int16": float32},
+        no_activations=_FLOAT8 | _NARROW | {"uint8", "int8", "uint4", "int4"},
+        weights={"uint8": int8, "int8_exact": int8},
+        no_weights=_FLOAT8 | {"float4e2m1", "mxfp8", "nvfp4", "int16", "uint16"},
+        int8_inputs=True,
+        scale_digits=11,  # of float16, which all its integers have for scales and minima
+    ),
 }
 
 
@@ -128,6 +138,17 @@ def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     if changes.symmetric and choices.get("symmetric_activations") is False:
         found["symmetric_activations"] = True
     return found
+
+
+def scale_bits_of(choices: Mapping[str, Any], dialect: str) -> int | None:
+    """Return the digits that scales of weights can have in a dialect, no more than the choices ask for."""
+    digits, wanted = CHANGES[dialect].scale_digits, choices.get("scale_bits")
+    weight = changed_choices({"weight": choices["weight"]}, dialect).get("weight", choices["weight"])
+    if digits is None or isinstance(weight, BlockFormat) or not weight.is_integer:
+        return wanted
+    symmetric = weight.signed if choices.get("symmetric_weights") is None else choices["symmetric_weights"]
+    most = digits if symmetric else max(digits - weight.bits, 2)
+    return min(most, wanted or most)
 
 
 def weight_for(dialect: str, processor: str) -> DType | None:

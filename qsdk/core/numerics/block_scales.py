@@ -114,11 +114,20 @@ def round_up_to_digits(scale: FloatArray, bits: int) -> FloatArray:
     """Round positive scales up to the next float32 with `bits` significant binary digits, the largest there is at most.
 
     With one digit they are powers of two. With fewer digits than 24, products of scales and integers are exact for
-    longer.
+    longer. Those of float16's 11 digits or fewer are float16 numbers, small ones too; see `last_place`.
     """
     mantissa, exponent = np.frexp(scale.astype(np.float64))
-    short = np.ldexp(np.ceil(np.ldexp(mantissa, bits)), exponent - bits)
+    digits = np.minimum(bits, exponent - last_place(bits))
+    short = np.ldexp(np.ceil(np.ldexp(mantissa, digits)), exponent - digits)
     return np.asarray(np.minimum(short, np.ldexp(2.0**bits - 1, 128 - bits)), np.float32)
+
+
+def last_place(bits: int) -> int:
+    """Return the exponent of the smallest step between scales of so many significant binary digits.
+
+    That is float16's, for scales that one can hold; powers of two, and the 8 digits of bfloat16, have float32's.
+    """
+    return -24 if 1 < bits <= 11 and bits != 8 else -149
 
 
 def shared_exponents(largest: FloatArray, dtype: DType) -> FloatArray:

@@ -70,6 +70,7 @@ class Spec:
         granularity: per tensor, channel or block.
         symmetric: fixes the zero point (0; the grid's middle for an unsigned dtype that sees negative values).
         scale_bits: rounds scales up to so many significant binary digits, 1 for powers of two; None keeps float32's 24.
+            With 2 to 11, but for bfloat16's 8, float16 holds them.
         fixed_range: `(low, high)` that calibration does not touch (a Softmax lives in 0..1).
         scale_dtype: the type that holds the scales of symmetric blocks; None for float32. `float8e8m0`: powers of two
             (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one

@@ -1,0 +1,266 @@
+"""Writing a sim of a causal language model as one GGUF file."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.atomic_files import write_atomically
+from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+from qsdk.core.report import Report
+from qsdk.core.site import owner_of, site_name
+from torch_bridge.compressed.write import require_plain, source_folder
+from torch_bridge.gguf.architectures import Architecture, architecture_of, facts_of, in_pairs, rope_factors
+from torch_bridge.gguf.blocks import NoTypeError, bytes_of
+from torch_bridge.gguf.tokenizer import Vocabulary, read_vocabulary
+from torch_bridge.sim import QuantSim
+from torch_bridge.wrapping.wrapped_state import encoding_keys
+from torch_bridge.wrapping.wrapper import float_class
+
+_REMEDY = 'quantize with qsdk.weight_only("int4", block_size=32).for_dialect("gguf"), and skip what is named here'
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor as the file holds it: its name there, its site, its type and its bytes or values."""
+
+    name: str
+    site: str
+    type: str
+    data: npt.NDArray[Any]
+    elements: int
+
+
+def write_gguf(sim: QuantSim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str]) -> Report:
+    """Write a sim of a causal model of transformers as one file for llama.cpp.
+
+    Raises:
+        ConfigError: the package gguf is not installed.
+        ExportError: no architecture of llama.cpp computes this model, or no type of GGUF holds a weight or activation.
+    """
+    library, model = _library(), sim.model
+    require_plain(model)
+    config = _config_of(model)
+    found = architecture_of(config)
+    _require_weights_alone(plan)
+    folder = source_folder(model)
+    vocabulary = read_vocabulary(folder, int(config["vocab_size"]))
+    # the header names types and sizes of all tensors, so they are packed twice rather than held at once
+    stored = [_without_data(one) for one in _tensors(library, sim, plan, encodings, config, found)]
+    types = Counter(one.type for one in stored)
+
+    def write(temporary: Path) -> None:
+        writer = library.GGUFWriter(temporary, found.name)
+        try:
+            _add_facts(writer, library, found, config, stored, Path(folder or "model").name)
+            _add_vocabulary(writer, library, vocabulary, folder)
+            for one in stored:
+                kind = library.GGMLQuantizationType[one.type]
+                writer.add_tensor_info(one.name, one.data.shape, one.data.dtype, one.data.nbytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for one in _tensors(library, sim, plan, encodings, config, found):
+                writer.write_tensor_data(one.data)
+        finally:
+            writer.close()
+
+    write_atomically(path, write)
+    rows = [
+        {"site": one.site, "dtype": _dtype(encodings, one.site), "form": f"{one.type}, {one.name}"} for one in stored
+    ]
+    quantized = [one for one in stored if one.site in encodings and one.type not in _FLOATS]
+    bits = 8 * sum(one.data.nbytes for one in quantized) / max(sum(one.elements for one in quantized), 1)
+    summary = {
+        "architecture": found.name,
+        "types": ", ".join(f"{count} {name}" for name, count in types.most_common()),
+        "bits_per_weight": round(bits, 3),
+        "tokenizer": vocabulary if isinstance(vocabulary, str) else f"{vocabulary.model}, {vocabulary.pre}",
+        **_products(model),
+        "bytes": Path(path).stat().st_size,
+        "paths": [str(path)],
+    }
+    return Report("Export", rows, summary)
+
+
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def _library() -> Any:
+    try:
+        return import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise ConfigError("a GGUF file needs the package gguf: pip install 'qsdk[gguf]'") from error
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """Return the config of a causal model of transformers."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict") or not float_class(model).__name__.endswith("ForCausalLM"):
+        raise ExportError(
+            f"GGUF holds causal language models of transformers, and {float_class(model).__name__} is none; export it "
+            "as ONNX"
+        )
+    return dict(config.to_dict())
+
+
+def _require_weights_alone(plan: Plan) -> None:
+    """Refuse sites besides weights that are not float in the sim: the file has no place for them."""
+    others = [
+        f"{site} ({decision.spec.dtype})"
+        for site, decision in plan.decisions.items()
+        if decision.spec is not None and decision.kind != "weight"
+    ]
+    if others:
+        more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+        raise ExportError(f"GGUF holds weights alone, and has no place for {', '.join(others[:4])}{more}: {_REMEDY}")
+
+
+def _tensors(
+    library: Any,
+    sim: QuantSim,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    config: Mapping[str, Any],
+    found: Architecture,
+) -> Iterator[_Stored]:
+    """Yield the tensors of a model as the file holds them, one at a time."""
+    kinds = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}
+    names = library.get_tensor_name_map(kinds[found.name], int(config["num_hidden_layers"]))
+    own, model = encoding_keys(sim.model), sim.model
+    tied = model.get_output_embeddings() is not None and config.get("tie_word_embeddings")  # type: ignore[operator]
+    unknown = {site for site, decision in plan.decisions.items() if decision.quantized and ":" in site}
+    for key, value in model.state_dict().items():
+        if key in own or not isinstance(value, Tensor):
+            continue
+        owner, _, port = key.rpartition(".")
+        site = site_name(owner, port)
+        unknown.discard(site)
+        if tied and key == "lm_head.weight":
+            continue  # llama.cpp reads the table of the embedding in its place
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ExportError(f"{key} has no name in GGUF for a {found.name} model; {_REMEDY}")
+        decision = plan.decisions.get(site)
+        quantizer = sim.quantizers.get(site) if decision is not None and decision.quantized else None
+        yield _stored(library, site, name, value.detach(), quantizer, encodings, config, found)
+    factors = rope_factors(config)
+    if factors is not None:
+        yield _Stored("rope_freqs.weight", "rope_freqs", "F32", factors.numpy(), factors.numel())
+    if unknown:
+        raise ExportError(f"GGUF has no place for {', '.join(sorted(unknown)[:4])}: {_REMEDY}")
+
+
+@torch.no_grad()
+def _stored(
+    library: Any,
+    site: str,
+    name: str,
+    value: Tensor,
+    quantizer: Any,
+    encodings: Mapping[str, Encoding],
+    config: Mapping[str, Any],
+    found: Architecture,
+) -> _Stored:
+    """Return a tensor as the file holds it, read back and compared with the sim's."""
+    projection = owner_of(site).rpartition(".")[2] if found.pairs else ""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
+    used = value if quantizer is None else quantizer(value)
+    if quantizer is None or value.ndim < 2:
+        used = used if heads is None else in_pairs(used, config[heads])
+        return _floats(name, site, used + found.norm_offset if _is_norm(site) else used)
+    encoding = encodings[quantizer.decision.encoding_site]
+    try:
+        kind, data = bytes_of(value.float().cpu().numpy(), encoding)
+    except NoTypeError as reason:
+        raise ExportError(f"no type of GGUF holds the weight {site}: {reason}; {_REMEDY}") from None
+    read = library.dequantize(data, library.GGMLQuantizationType[kind])
+    if value.dtype == torch.float32 and not np.array_equal(read, used.cpu().numpy()):
+        raise ExportError(f"a reader of {kind} would not compute the weight that the sim has at {site}")
+    if heads is not None:
+        data = in_pairs(torch.from_numpy(data), config[heads]).numpy()
+    return _Stored(name, site, kind, data, value.numel())
+
+
+def _floats(name: str, site: str, value: Tensor) -> _Stored:
+    """Return a float tensor: matrices in their own type, and everything else in float32, as llama.cpp wants it."""
+    kept = value.contiguous().cpu()
+    if kept.ndim < 2 or kept.dtype not in (torch.float16, torch.bfloat16):
+        return _Stored(name, site, "F32", kept.float().numpy(), kept.numel())
+    if kept.dtype == torch.float16:
+        return _Stored(name, site, "F16", kept.numpy(), kept.numel())
+    return _Stored(name, site, "BF16", kept.view(torch.int16).numpy().view(np.uint8), kept.numel())
+
+
+def _is_norm(site: str) -> bool:
+    return "norm" in owner_of(site).rpartition(".")[2]
+
+
+def _without_data(one: _Stored) -> _Stored:
+    """Return a tensor whose data has the shape and the type alone."""
+    empty = np.lib.stride_tricks.as_strided(np.empty(1, one.data.dtype), one.data.shape, (0,) * one.data.ndim)
+    return _Stored(one.name, one.site, one.type, empty, one.elements)
+
+
+def _dtype(encodings: Mapping[str, Encoding], site: str) -> str:
+    return encodings[site].dtype.name if site in encodings else "float32"
+
+
+def _products(model: nn.Module) -> dict[str, str]:
+    """Return what to say of a model in a narrow float type, whose weights the sim rounds once more."""
+    dtype = next(model.parameters()).dtype
+    if dtype == torch.float32:
+        return {}
+    name = str(dtype).removeprefix("torch.")
+    return {"products": f"codes and scales are the sim's; llama.cpp multiplies them in float32, the sim in {name}"}
+
+
+def _add_facts(
+    writer: Any,
+    library: Any,
+    found: Architecture,
+    config: Mapping[str, Any],
+    stored: list[_Stored],
+    name: str,
+) -> None:
+    """Write what the file says of the model."""
+    writer.add_name(name)
+    for key, value in facts_of(config, found).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{found.name}.{key}", value)
+    sizes: Counter[str] = Counter()
+    for one in stored:
+        sizes[one.type] += one.elements
+    most = sizes.most_common(1)[0][0]
+    file_types = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
+    writer.add_file_type(int(library.LlamaFileType[file_types.get(most, f"MOSTLY_{most}")]))
+    writer.add_quantization_version(library.GGML_QUANT_VERSION)
+
+
+def _add_vocabulary(writer: Any, library: Any, vocabulary: Vocabulary | str, folder: Path | None) -> None:
+    """Write the tokenizer, or that there is none: the file then takes and gives the numbers of tokens."""
+    if isinstance(vocabulary, str) or folder is None:
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.add_space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.add_space_prefix)
+    special = library.SpecialVocab(folder, load_merges=vocabulary.model == "gpt2", n_vocab=len(vocabulary.tokens))
+    for kind in ("bos", "eos"):
+        special.add_special_token.setdefault(kind, False)
+    special.add_to_gguf(writer, quiet=True)
