@@ -88,21 +88,23 @@ def _writes_folder(options: Namespace) -> bool:
     return bool(options.format == "compressed-tensors")
 
 
+def _is_of_onnx(options: Namespace) -> bool:
+    return bool(options.format == "onnx")
+
+
 def _require_out(options: Namespace) -> None:
     """Refuse an output that cannot be written, before the work."""
+    if not _is_of_onnx(options) and not names_function(options.model):
+        raise ConfigError(f"--format {options.format} is for a PyTorch module, FILE.py:function; an ONNX file has none")
     if not _writes_folder(options):
         require_output(options.out)
-    elif not names_function(options.model):
-        raise ConfigError(
-            "--format compressed-tensors is for a PyTorch module, FILE.py:function; an ONNX file has none"
-        )
     elif Path(options.out).is_file():
         raise ConfigError(f"cannot write: {options.out} is a file, and --format compressed-tensors writes a folder")
 
 
 def _exported(sim: Sim, options: Namespace) -> Report:
-    if _writes_folder(options):
-        return export(sim, options.out, format="compressed-tensors", prefer=options.prefer)
+    if not _is_of_onnx(options):
+        return export(sim, options.out, format=options.format, prefer=options.prefer)
     shapes = dict(options.shape) if _has_fixed_sizes(options.dialect) and options.shape else None
     form: dict[str, Any] = {"opset": options.opset, "prefer": options.prefer}
     return export(sim, options.out, dialect=options.dialect or "onnxruntime", shapes=shapes, **form)
@@ -116,7 +118,7 @@ def _has_fixed_sizes(dialect: str | None) -> bool:
 
 def _opened(options: Namespace) -> _Opened:
     """Open the float model, of either side, with its data."""
-    dialect = options.format if _writes_folder(options) else options.dialect
+    dialect = options.dialect if _is_of_onnx(options) else options.format
     of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
     config = config_of(options.config, options.override, options.skip, **of_preset)
     if dialect:

@@ -26,8 +26,9 @@ class Architecture:
         pairs: whether the halves of a head that a rotary embedding turns together are neighbours, so that the rows of
             query and key projections are stored in another order.
         norm_offset: what a norm adds to its weight.
-        full_attention: each so-manieth layer attends to all tokens, the others to a window; None where all do.
-        always_rotated: None where every layer has rotary embeddings, else each so-manieth has none.
+        full_attention: each so-manieth layer attends to all tokens, the others to a window; None where all attend to
+            all.
+        unrotated: each so-manieth layer has no rotary embedding; None where all have one.
         reads: keys of a config beside the usual ones -> names of facts.
     """
 
@@ -129,7 +130,7 @@ def facts_of(config: Mapping[str, Any], found: Architecture) -> Facts:
         result |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     window = config.get("sliding_window")
     if found.full_attention is not None:
-        result["attention.sliding_window"] = int(window)
+        result["attention.sliding_window"] = int(config["sliding_window"])
         if (local := _ropes(config).get("sliding_attention")) is not None:
             result["rope.freq_base_swa"] = float(local["rope_theta"])
     elif found.name == "phi3":
@@ -170,5 +171,6 @@ def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
     frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float64) / width))
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for frequencies that stay
-    return (1 / ((1 - share) / rope["factor"] + share)).float()
+    share: Tensor = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for frequencies that stay
+    factors: Tensor = 1 / ((1 - share) / rope["factor"] + share)
+    return factors.float()

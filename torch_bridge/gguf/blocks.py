@@ -144,7 +144,7 @@ def _mxfp4(codes: npt.NDArray[Any], scale: npt.NDArray[Any]) -> Bytes:
     mantissa, exponent = np.frexp(scale)
     if (mantissa != 0.5).any():
         raise NoTypeError('scales of float4e2m1 that are no powers of two have none; take weight="mxfp4"')
-    exponents = (exponent + 126).astype(np.uint8)
+    exponents: Bytes = (exponent + 126).astype(np.uint8)
     nibbles = _nibbles(codes.view(np.uint8).reshape(*scale.shape[:2], 32))
     return _join(exponents, nibbles).reshape(codes.shape[0], -1)
 

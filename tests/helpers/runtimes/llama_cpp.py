@@ -4,9 +4,9 @@ Structures that it takes by value are opaque here, but for the fields at their s
 """
 
 import ctypes
-from importlib import import_module
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
