@@ -60,15 +60,13 @@ def export(
 
     With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error. With
     `format="genai"`, write a folder for onnxruntime-genai: the model in the fused forms of that runtime, its config and
-    the tokenizer's files. With `format="gguf"`, write a file for llama.cpp, with the weights of the sim to the last bit
-    and the tokenizer of the folder that the model was read from.
+    the tokenizer's files. With `format="gguf"`, write a file for llama.cpp: the sim's weights to the last bit.
 
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
-            `genai` (causal models of transformers, with `kv_cache=` in the config); or `gguf` (causal models of
-            transformers; `config.for_dialect("gguf")` before it).
+            or, for causal models of transformers, `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
         opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
             8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default

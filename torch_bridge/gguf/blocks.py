@@ -118,6 +118,10 @@ def _half(values: npt.NDArray[Any]) -> Bytes:
     return values.astype("<f2").view(np.uint8)
 
 
+def _bytes(values: npt.NDArray[Any]) -> Bytes:
+    return values.astype(np.int8).view(np.uint8)
+
+
 def _nibbles(values: npt.NDArray[Any]) -> Bytes:
     """Return the low four bits of 32 values: those of the first half of a block below those of the second."""
     low = values.astype(np.uint8) & 15
@@ -134,7 +138,7 @@ def _join(*parts: Bytes) -> Bytes:
 
 def _tq2_0(blocks: Blocks) -> Bytes:
     values, scale, _ = blocks
-    quarters = values.astype(np.uint8).reshape(*values.shape[:2], 2, 4, 32)
+    quarters: Any = values.astype(np.uint8).reshape(*values.shape[:2], 2, 4, 32)
     packed = quarters[..., 0, :] | quarters[..., 1, :] << 2 | quarters[..., 2, :] << 4 | quarters[..., 3, :] << 6
     return _join(packed.reshape(*values.shape[:2], 64), _half(scale))
 
@@ -144,9 +148,9 @@ def _mxfp4(codes: npt.NDArray[Any], scale: npt.NDArray[Any]) -> Bytes:
     mantissa, exponent = np.frexp(scale)
     if (mantissa != 0.5).any():
         raise NoTypeError('scales of float4e2m1 that are no powers of two have none; take weight="mxfp4"')
-    exponents: Bytes = (exponent + 126).astype(np.uint8)
+    exponents: Any = exponent + 126
     nibbles = _nibbles(codes.view(np.uint8).reshape(*scale.shape[:2], 32))
-    return _join(exponents, nibbles).reshape(codes.shape[0], -1)
+    return _join(exponents.astype(np.uint8), nibbles).reshape(codes.shape[0], -1)
 
 
 #: those of integers, the smaller ones first
@@ -156,5 +160,5 @@ _TYPES = (
     BlockType("Q4_1", 32, None, 16, lambda b: _join(_half(b[1]), _half(b[2]), _nibbles(b[0]))),
     BlockType("Q5_0", 32, -16, 32, lambda b: _join(_half(b[1]), _fifth_bits(b[0]), _nibbles(b[0]))),
     BlockType("Q5_1", 32, None, 32, lambda b: _join(_half(b[1]), _half(b[2]), _fifth_bits(b[0]), _nibbles(b[0]))),
-    BlockType("Q8_0", 32, -128, 256, lambda b: _join(_half(b[1]), (b[0] - 128).astype(np.int8).view(np.uint8))),
+    BlockType("Q8_0", 32, -128, 256, lambda b: _join(_half(b[1]), _bytes(b[0] - 128))),
 )

@@ -147,7 +147,7 @@ def scale_bits_of(choices: Mapping[str, Any], dialect: str) -> int | None:
     if digits is None or isinstance(weight, BlockFormat) or not weight.is_integer:
         return wanted
     symmetric = weight.signed if choices.get("symmetric_weights") is None else choices["symmetric_weights"]
-    most = digits if symmetric else max(digits - weight.bits, 2)
+    most = digits if symmetric else max(digits - max(weight.bits, 4), 2)  # 8 would be bfloat16's
     return min(most, wanted or most)
 
 
