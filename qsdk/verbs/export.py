@@ -66,7 +66,7 @@ def export(
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
-            or, for causal models of transformers, `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
+            for causal models of transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
         opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
             8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
