@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx.inliner
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.model_io import drop_properties
@@ -33,7 +34,7 @@ from onnx_backend.workarounds.kernel_casts import insert_kernel_casts
 from onnx_backend.workarounds.onnxruntime_barriers import OPTIONS_KEY, needed_options
 from qsdk.core.config.for_dialect import Dialect
 from qsdk.core.errors import ExportError
-from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.dtypes import DType, int8
 from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Decision, Plan
@@ -240,6 +241,9 @@ def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str
 def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, output: str, tensor_type: str) -> None:
     site = decision.site
     source = widen(at, site, source, tensor_type)
+    if decision.spec is not None and decision.spec.dynamic == "token":
+        _quantize_by_token(at, decision, source, output, tensor_type)
+        return
     names = [at.fresh(f"{site}/{name}") for name in ("quantized", "scale", "zero_point")]
     quantize = helper.make_node("DynamicQuantizeLinear", [source], names, f"{site}/quantize")
     at.nodes.append(quantize)
@@ -248,3 +252,32 @@ def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, outp
     for node in (quantize, dequantize):
         set_metadata(node, site=site, dtype="uint8", kind=decision.kind)
     at.row(site, "uint8", "DynamicQuantizeLinear")
+
+
+def _quantize_by_token(at: GraphEditor, decision: Decision, source: str, output: str, tensor_type: str) -> None:
+    """Write what quantizes each row along the last axis with a scale of its own, in plain operators."""
+    site, dtype = decision.site, decision.spec.dtype if decision.spec is not None else int8
+
+    def part(op: str, name: str, *inputs: str | float | Array, **options: Any) -> str:
+        numbers = [x if isinstance(x, str | np.ndarray) else np.array(x, np.float32) for x in inputs]
+        stored = [x if isinstance(x, str) else at.initializer(x, f"{site}/{name}_by") for x in numbers]
+        made = at.fresh(f"{site}/{name}")
+        at.add(op, stored, made, made, **options)
+        return made
+
+    peak = part("ReduceMax", "peak", part("Abs", "size", source), np.array([-1], np.int64), keepdims=1)
+    share = part("Div", "share", peak, dtype.hi + 0.5)
+    empty = part("Cast", "one", part("Equal", "empty", share, 0.0), to=FLOAT_CODES[FLOAT32])
+    scale = part("Add", "scale", share, empty)
+    whole = part("Round", "round", part("Div", "divide", source, scale))
+    clipped = part("Clip", "clip", whole, dtype.lo, dtype.hi)
+    codes = part("Cast", "quantized", clipped, to=TensorProto.INT8)
+    values = part("Cast", "unscaled", codes, to=FLOAT_CODES[FLOAT32])
+    name = at.target(site, output, "dequantized")
+    wide = name if tensor_type == FLOAT32 else at.fresh(f"{site}/dequantized32")
+    set_metadata(
+        at.add("Mul", [values, scale], wide, f"{site}/dequantize"), site=site, dtype=dtype.name, kind=decision.kind
+    )
+    if tensor_type != FLOAT32:
+        set_metadata(at.add("Cast", [wide], name, f"{site}/narrow", to=FLOAT_CODES[tensor_type]), cast_of=site)
+    at.row(site, dtype.name, "a scale for each token")

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Literal
 
 import onnxruntime as ort
@@ -84,9 +83,10 @@ def find_cuts(model: ModelProto) -> list[Cut]:
             kind = place.kind or "activation"
             cuts.append(Cut(place.site, kind, codes, place.output, dtype, tensor_type=place.tensor_type))
     for dynamic in dynamic_pairs(model):
-        codes, *computed = dynamic.quantize.output
+        codes, *computed = dynamic.codes
         read, tensor_type = dynamic.output, dynamic.tensor_type
-        cuts.append(Cut(dynamic.site, dynamic.kind, codes, read, "uint8", tuple(computed), tensor_type))
+        stored = "int8" if dynamic.spec.dynamic == "token" else "uint8"
+        cuts.append(Cut(dynamic.site, dynamic.kind, codes, read, stored, tuple(computed), tensor_type))
     first: dict[str, NodeProto] = {}
     for node in model.graph.node:
         facts = metadata(node)
@@ -125,8 +125,8 @@ def cut_model(
     read = _tensors_read(graph)
     fed = {site: name for site, name in fed.items() if name in read}
     outputs = [_compared(graph, item, makers, taken, way) for item in cuts]
-    computed = (name for item in cuts for name in item.computed)
-    outputs += [_value(name, code) for name, code in zip(computed, cycle(_DYNAMIC_TYPES), strict=False)]
+    for item in cuts:
+        outputs += [_value(name, code) for name, code in zip(item.computed, _DYNAMIC_TYPES, strict=False)]
     kept = {value.name: value for value in model.graph.output}
     outputs += [kept[name] for name in free]
     del graph.output[:], graph.value_info[:]

@@ -1,6 +1,6 @@
 """Run a model with teacher forcing: every site is fed with the simulation's own values, and its codes are tallied."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from onnx_backend.runtimes.registry import open_in
 from onnx_backend.runtimes.runner import Runner
 from qsdk.core.comparing.tally import FLOATS, Tally, float_lsb
 from qsdk.core.errors import DataError
-from qsdk.core.numerics.dtypes import uint8
+from qsdk.core.numerics.dtypes import int8, uint8
 from qsdk.core.numerics.encoding import Encoding
 
 Array = npt.NDArray[Any]
@@ -110,7 +110,7 @@ class Teacher:
         feeds = {**raw_inputs(batch, self.inputs), **{name: batch[site] for site, name in fed.items()}}
         values = iter(runner.run(feeds))
         codes = {cut.site: next(values) for cut in cuts}
-        computed = {cut.site: Encoding(uint8, next(values), next(values)) for cut in cuts if cut.computed}
+        computed = {cut.site: _computed(cut, codes[cut.site], values) for cut in cuts if cut.computed}
         return TeacherForced(codes, computed, {name: next(values) for name in self.free}, feeds)
 
     def compare(
@@ -140,6 +140,14 @@ class Teacher:
             noise = NoisyRuns(model, list(self.free), self.on.providers)
             self.opened[key] = self.on.open(model, whole=False), fed, noise
         return self.opened[key]
+
+
+def _computed(cut: Cut, codes: Array, values: Iterator[Array]) -> Encoding:
+    """Return the encoding that a model has computed at a site: one for the tensor, or a scale for each row."""
+    scale, *zero_point = (next(values) for _ in cut.computed)
+    if zero_point:
+        return Encoding(uint8, scale, zero_point[0])
+    return Encoding(int8, scale, np.zeros(scale.shape, np.int32), axis=codes.ndim - 1, block_size=codes.shape[-1])
 
 
 def raw_inputs(batch: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
+from onnx_backend.passes.packed_cache import drop_token_scales, pack_edges, take_token_scales, unpack_edges
 from onnx_backend.proto.graph_queries import GraphIndex, nodes_reaching
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import copied, drop_unused_initializers, metadata, rename_inputs, replace_nodes, retain
@@ -18,8 +19,9 @@ from qsdk.core.graph.op_facts import SHAPE_OPS
 
 #: property of a file whose cache comes and goes as integers
 CACHE_KEY, INTEGER = "qsdk.cache", "integer"
-#: codes that Python can feed to a runtime
-_CODES = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16)
+#: codes that Python can feed to a runtime; those of 4 bits two in a byte
+_INT4 = TensorProto.INT4
+_CODES = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, _INT4)
 
 
 def has_integer_cache(model: ModelProto) -> bool:
@@ -37,6 +39,9 @@ def take_integer_cache(model: ModelProto, edges: Collection[str]) -> None:
             "cache='integer': the model takes and gives back no keys and values; choose kv_cache='int8' in the config, "
             "or give quantize an example of a step, with past_key_values"
         )
+    with_scales = take_token_scales(model, edges)
+    packed = {name: int(TensorProto.INT8) for name, is_packed in with_scales.items() if is_packed}
+    edges = [name for name in edges if name not in with_scales]
     graph, index = model.graph, GraphIndex(model.graph)
     renamed: dict[str, str] = {}
     for info in (info for info in graph.output if info.name in edges):
@@ -57,6 +62,9 @@ def take_integer_cache(model: ModelProto, edges: Collection[str]) -> None:
         taken_in |= {node.output[0]: info.name for node in quantizes}
     replace_nodes(graph, [node for node in graph.node if node.output[0] not in taken_in])
     rename_inputs(graph.node, taken_in)
+    whole = [info for info in (*graph.input, *graph.output) if info.name in edges]
+    packed |= {info.name: int(_INT4) for info in whole if info.type.tensor_type.elem_type == _INT4}
+    pack_edges(model, packed)
     _finish(model)
     set_properties(model, {CACHE_KEY: INTEGER})
 
@@ -69,6 +77,8 @@ def with_float_cache(model: ModelProto) -> ModelProto:
     if not has_integer_cache(model):
         return model
     result = copied(model)
+    unpack_edges(result)
+    drop_token_scales(result)
     graph, index = result.graph, GraphIndex(result.graph)
     first: list[NodeProto] = []
     last: list[NodeProto] = []

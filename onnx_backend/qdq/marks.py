@@ -29,6 +29,7 @@ from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
 
 
 def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelProto:
@@ -76,7 +77,7 @@ class UnpackedQdq:
         encodings: by site.
         kinds: site -> weight, bias, activation, input or output, as far as the file says.
         casts: site -> float16 or bfloat16.
-        dynamic: the sites whose range is found while the model runs.
+        dynamic: site -> spec, where the range is found while the model runs.
         input_blocks: weight site -> length of the blocks in which its layers round their input to int8.
     """
 
@@ -84,7 +85,7 @@ class UnpackedQdq:
     encodings: Mapping[str, Encoding]
     kinds: Mapping[str, str]
     casts: Mapping[str, str]
-    dynamic: frozenset[str] = frozenset()
+    dynamic: Mapping[str, Spec] = field(default_factory=dict)
     input_blocks: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -128,7 +129,7 @@ def open_qdq(model: ModelProto) -> UnpackedQdq:
     opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
     encodings = {place.site: place.encoding for place in found}
     as_casts = {site: dtype for site, (dtype, *_) in casts.items()}
-    return UnpackedQdq(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic), blocks)
+    return UnpackedQdq(opened, encodings, kinds, as_casts, {at.site: at.spec for at in dynamic}, blocks)
 
 
 def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:

@@ -14,9 +14,11 @@ from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.nodes import attributes, constant_tensor, metadata, node_label, set_metadata
 from onnx_backend.readers import COPY_KEY
 from qsdk.core.errors import CalibrationError, ExportError, FileFormatError
-from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named
+from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, uint8
 from qsdk.core.numerics.encoding import Encoding, storage_type
-from qsdk.core.planning.plan import Decision
+from qsdk.core.numerics.spec import Spec
+from qsdk.core.planning.from_encodings import AS_GIVEN
+from qsdk.core.planning.plan import OF_CACHE, Decision
 
 _CONTAINERS = [dtype for dtype in DTYPES.values() if dtype.is_quantized and dtype.container == dtype.name]
 #: metadata of a DequantizeLinear that is kept as it stands in the file and belongs to no site
@@ -251,9 +253,13 @@ def _narrowed(
 
 
 def require_written(decisions: Iterable[Decision]) -> None:
-    """Refuse sites with the range of each token, for which ONNX has no quantizer."""
+    """Refuse activations with the range of each token: ONNX has no quantizer for them, and what computes it is slow."""
     for decision in decisions:
-        if decision.spec is not None and decision.spec.dynamic == "token":
+        if (
+            decision.spec is not None
+            and decision.spec.dynamic == "token"
+            and decision.reason not in (OF_CACHE, AS_GIVEN)
+        ):
             raise ExportError(
                 f"{decision.site} has the range of each token, for which an ONNX file has no quantizer; export the "
                 'module with format="compressed-tensors", or choose dynamic_activations=True (the range of each tensor)'
@@ -267,7 +273,8 @@ class DynamicPair:
     Attributes:
         site: from the node's metadata, else the name of the tensor that is quantized.
         kind: activation, input or output.
-        quantize: the DynamicQuantizeLinear.
+        spec: what is found while the model runs.
+        codes: the tensor of codes, and those of their scale and zero point.
         source: the tensor that is quantized; where it is not float32, the pair has casts around it.
         output: the tensor that readers read.
         tensor_type: the float type of both.
@@ -275,28 +282,47 @@ class DynamicPair:
 
     site: str
     kind: str
-    quantize: NodeProto
+    spec: Spec
+    codes: tuple[str, ...]
     source: str
     output: str
     tensor_type: str
 
 
 def dynamic_pairs(model: ModelProto) -> list[DynamicPair]:
-    """List the dynamically quantized sites of a model in graph order, the first DequantizeLinear of each."""
+    """List the dynamically quantized sites of a model in graph order, the first dequantizing node of each."""
     made_by = producers(model.graph.node)
     casts = casts_behind_pairs(model.graph.node)
     found: dict[str, DynamicPair] = {}
     for node in model.graph.node:
         quantize = made_by.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        if quantize is None or quantize.op_type != "DynamicQuantizeLinear" or node.input[:] != quantize.output[:]:
+        facts, spec = metadata(node), Spec(uint8, symmetric=False, dynamic=True)
+        if quantize is not None and quantize.op_type == "DynamicQuantizeLinear" and node.input[:] == quantize.output[:]:
+            codes, source = (*quantize.output,), quantize.input[0]
+        elif node.op_type == "Mul" and (divide := _divided_by_token(made_by, node)) is not None:
+            codes, source = (made_by[node.input[0]].input[0], node.input[1]), divide.input[0]
+            spec = Spec(dtype_named(facts["qsdk.dtype"]), dynamic="token")
+        else:
             continue
-        facts = metadata(node)
-        site, kind = facts.get("qsdk.site") or quantize.input[0], facts.get("qsdk.kind") or "activation"
-        source, output, tensor_type = quantize.input[0], node.output[0], FLOAT32
+        site, kind = facts.get("qsdk.site") or source, facts.get("qsdk.kind") or "activation"
+        output, tensor_type = node.output[0], FLOAT32
         if output in casts:
             source, output, tensor_type = made_by[source].input[0], casts[output].output[0], type_of_cast(casts[output])
-        found.setdefault(site, DynamicPair(site, kind, quantize, source, output, tensor_type))
+        found.setdefault(site, DynamicPair(site, kind, spec, codes, source, output, tensor_type))
     return list(found.values())
+
+
+#: from the codes of each token's values to the division by their scales, against the direction of the graph
+TOKEN_FORM = ("Cast", "Cast", "Clip", "Round", "Div")
+
+
+def _divided_by_token(made_by: Mapping[str, NodeProto], multiply: NodeProto) -> NodeProto | None:
+    """Return the Div that begins the form of a site with a scale for each token, from the Mul that ends it."""
+    node = multiply if "qsdk.dtype" in metadata(multiply) else None
+    for op in TOKEN_FORM if node is not None else ():
+        node = made_by.get(node.input[0]) if node is not None else None
+        node = node if node is not None and node.op_type == op else None
+    return node if node is not None and node.input[1] == multiply.input[1] else None
 
 
 def mark_frozen(model: ModelProto, encodings: Mapping[str, Encoding]) -> None:

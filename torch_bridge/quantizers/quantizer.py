@@ -222,7 +222,7 @@ class Quantizer:
             # as in the file, where QuantizeLinear and DequantizeLinear compute in float32 whatever they are given
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
-            return _fake_quantize_tokens(x) if spec.dynamic == "token" else _fake_quantize_dynamic(x)
+            return _fake_quantize_tokens(x, spec.dtype) if spec.dynamic == "token" else _fake_quantize_dynamic(x)
         scale, zero_point = self.scale_and_zero_point()
         if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._align(scale, x), spec.dtype)
@@ -319,12 +319,12 @@ class Quantizer:
         return shaped.to(x.dtype)
 
 
-def _fake_quantize_tokens(x: Tensor) -> Tensor:
+def _fake_quantize_tokens(x: Tensor, dtype: DType) -> Tensor:
     """Fake-quantize each row along the last axis with its own range."""
     if x.numel() == 0 or x.ndim == 0:
         return x
-    scale = affine.token_scale(x.detach().abs().amax(-1, keepdim=True))
-    return fake_quantize(x, scale, torch.zeros_like(scale), FakeQuantGrid(-128, 127))
+    scale = affine.token_scale(x.detach().abs().amax(-1, keepdim=True), dtype.hi)
+    return fake_quantize(x, scale, torch.zeros_like(scale), FakeQuantGrid(dtype.lo, dtype.hi))
 
 
 def fake_quantize_blocks(x: Tensor, block: int) -> Tensor:

@@ -58,7 +58,8 @@ class QuantConfig:
         kv_cache: dtype of the keys and values that a decoder takes and gives back from step to step: int8, int4,
             float8e4m3fn or float32; None for that of activations.
         kv_cache_scales: one scale of keys, and one of values, for each "tensor" (None too), "head" or "channel", where
-            4 bits per tensor lose too much.
+            4 bits per tensor lose too much; "token": one for each token and head, found when the token is new. The
+            pattern of a rule may name keys or values alone: `past_key_values.*.value`.
         per_channel: one weight scale per output channel, else per tensor, where a chip has no scales per channel.
         block_size: one weight scale per run of input channels, 32 to 128 for accurate 4-bit weights; None for none.
         symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only. False helps where

@@ -13,7 +13,7 @@ from qsdk.core.numerics.spec import Dynamic
 from qsdk.core.site import names_of, without_calls
 
 Shape = tuple[int | str | None, ...]
-CacheScales = Literal["tensor", "head", "channel"]
+CacheScales = Literal["tensor", "head", "channel", "token"]
 #: what layers multiply whose weights alone are quantized
 Compute = Literal["float32", "int8"]
 FixedRange = tuple[float, float] | Literal["observed"]

@@ -49,12 +49,12 @@ def dynamic_parameters(low: Any, high: Any) -> tuple[Any, Any]:
     return scale, (-low / scale).clip(0, 255).round()
 
 
-def token_scale(peak: Any) -> Any:
-    """Return the scale of int8 for rows with these largest absolute values, as compressed-tensors does.
+def token_scale(peak: Any, hi: float) -> Any:
+    """Return the scale of a signed grid up to `hi` for rows with these largest values, as compressed-tensors does.
 
-    127.5 steps reach the largest value, which is clipped to 127. A row of zeros has the scale 1.
+    127.5 steps of int8 reach the largest value, which is clipped to 127. A row of zeros has the scale 1.
     """
-    scale = peak / 127.5
+    scale = peak / (hi + 0.5)
     return scale + (scale == 0)
 
 

@@ -113,9 +113,10 @@ class Spec:
 
     def _require_dynamic(self) -> None:
         found = f"{'' if self.symmetric else 'a'}symmetric {self.dtype} {self.granularity}"
-        wanted = "symmetric int8 per tensor" if self.dynamic == "token" else "asymmetric uint8 per tensor"
-        if found != wanted:
-            named = "symmetric int8 per token" if self.dynamic == "token" else f"{wanted} (DynamicQuantizeLinear)"
+        wanted = [f"symmetric {dtype} per tensor" for dtype in ("int8", "int4")]
+        if found not in (wanted if self.dynamic == "token" else ["asymmetric uint8 per tensor"]):
+            named = "symmetric int8 or int4 per token"
+            named = named if self.dynamic == "token" else "asymmetric uint8 per tensor (DynamicQuantizeLinear)"
             raise ConfigError(f"a dynamic activation is {named}, not {found}")
 
     def _require_block_scales(self, scale_dtype: DType) -> None:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import Op
 from qsdk.core.numerics.dtypes import DType, int8, uint8
 from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.context import PlanningContext, ResolvedConfig
@@ -78,19 +79,35 @@ def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> di
             f"kv_cache={next(filter(None, wanted))}: the model takes and gives back no keys and values; give quantize "
             "an example of one step, with past_key_values"
         )
-    _require_kv_rules_apply(context, joined)
+    choices = _cache_choices(context, joined)
+    _require_kv_rules_apply(context, choices)
     result = {}
     for tensor, concat in joined.items():
-        choice = context.result_choice(context.graph.ops[concat].outputs[0], concat)
+        choice = choices[concat]
         if tensor in activations and choice.wanted.kv_cache is not None and activations[tensor].site[0] != "(":
             result[tensor] = _cached_decision(context, activations[tensor], tensor, concat, choice)
     return result
 
 
-def _require_kv_rules_apply(context: PlanningContext, joined: Mapping[int, int]) -> None:
+def _cache_choices(context: PlanningContext, joined: Mapping[int, int]) -> dict[int, ResolvedConfig]:
+    """Return the config of each cache by the Concat that extends it; the names at the edges of the model name it too.
+
+    They tell keys from values, which are joined by ops with the same names.
+    """
+    result = {}
+    for concat in dict.fromkeys(joined.values()):
+        place = context.result_place(context.graph.ops[concat].outputs[0], concat)
+        edges = [context.result_place(tensor, None) for tensor in context.graph.inputs if joined.get(tensor) == concat]
+        owners = [name for at in (place, *edges) for name in at.owners]
+        sites = [name for at in (place, *edges) for name in at.sites]
+        result[concat] = context.resolver.at(replace(place, owners=tuple(owners), sites=tuple(sites)))
+    return result
+
+
+def _require_kv_rules_apply(context: PlanningContext, choices: Mapping[int, ResolvedConfig]) -> None:
     """Refuse a rule that chooses a dtype or scales of keys and values where none are kept."""
-    concats = {concat: context.graph.ops[concat].outputs[0] for concat in joined.values()}
-    applied = [rule for op, tensor in concats.items() for rule in context.result_choice(tensor, op).rules]
+    concats = {concat: context.graph.ops[concat].outputs[0] for concat in choices}
+    applied = [rule for choice in choices.values() for rule in choice.rules]
     for rule in context.config.rules:
         if (rule.kv_cache or rule.kv_cache_scales) and not rule.optional and rule not in applied:
             places = ", ".join(context.graph.tensors[tensor].site or "?" for tensor in list(concats.values())[:3])
@@ -106,9 +123,11 @@ def _cached_decision(
     if not dtype.is_quantized:
         return replace(bare, spec=float_spec(dtype, graph.tensors[tensor].dtype), reason="kept by kv_cache", rule=rule)
     granularity: Granularity = PerTensor()
+    op = graph.ops[concat]
+    joined = op.outputs[0]
+    if scales == "token":
+        return _by_token(context, bare, tensor, op, dtype, rule)
     if scales != "tensor":
-        op = graph.ops[concat]
-        joined = op.outputs[0]
         if tensor != joined and tensor not in op.inputs:
             return _beside_cache(context, bare, tensor, joined, rule)
         shape = graph.tensors[joined].shape
@@ -121,6 +140,25 @@ def _cached_decision(
     symmetric = dtype.signed or dtype.kind == "minifloat" or choice.wanted.symmetric_activations
     spec = Spec(dtype, granularity, symmetric, scale_digits(choice.wanted.scale_bits, graph.tensors[tensor].dtype))
     return replace(bare, spec=spec, reason=OF_CACHE, rule=rule)
+
+
+def _by_token(context: PlanningContext, bare: Decision, tensor: int, concat: Op, dtype: DType, rule: str) -> Decision:
+    """Return the decision for a tensor of a cache whose rows have scales of their own: new rows alone are quantized."""
+    graph, edges = context.graph, set(context.graph.inputs)
+    new = [t for t in concat.inputs if t is not None and edges.isdisjoint({t, *_sources(context, t)})]
+    home = graph.tensors[new[0]].site if len(new) == 1 and len(concat.inputs) == 2 else None
+    if home is None or not dtype.is_integer or not dtype.signed or dtype.container not in ("int8", "int4"):
+        found = f"{dtype} at {bare.site}" if home is not None else f"{graph.tensors[concat.outputs[0]].site}"
+        raise ConfigError(
+            f"kv_cache_scales='token' is for int8 or int4, and for new tokens that one Concat joins to those before, "
+            f"not for {found}; choose 'head' or 'channel'"
+        )
+    if tensor == new[0]:
+        spec = Spec(dtype, PerTensor(), symmetric=True, dynamic="token")
+        return replace(bare, spec=spec, reason=OF_CACHE, rule=rule)
+    if tensor in _sources(context, new[0]):
+        return replace(bare, spec=None, reason=f"quantized where it becomes {home}", rule=rule)
+    return replace(bare, spec=None, tied_to=home, reason=f"holds values of {home}", rule=rule)
 
 
 def _beside_cache(context: PlanningContext, bare: Decision, tensor: int, joined: int, rule: str) -> Decision:

@@ -1,6 +1,6 @@
 """Plans that follow given encodings: those of a Q/DQ file, or of an encodings file for a float model."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +9,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.block_scales import scale_dtype_of
-from qsdk.core.numerics.dtypes import DType, uint8
+from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.patterns.find import match_supergroups
@@ -31,7 +31,7 @@ def plan_as_given(
     *,
     kinds: Mapping[str, Kind] | None = None,
     missing: str = "",
-    dynamic: Collection[str] = (),
+    dynamic: Mapping[str, Spec] | None = None,
     input_blocks: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of a graph that quantizes the sites with given encodings, and nothing else.
@@ -42,7 +42,7 @@ def plan_as_given(
         casts: site -> float16 or bfloat16.
         kinds: of sites, where they are known; the others follow from the graph.
         missing: why the other sites stay float.
-        dynamic: sites whose range is found while the model runs.
+        dynamic: site -> spec, where the range is found while the model runs.
         input_blocks: of weights whose layers round their input; see `Decision`.
     """
     by_structure, readers = kinds_of(graph), _types_of_readers(graph)
@@ -53,8 +53,7 @@ def plan_as_given(
         maker = graph.producer.get(tensor)
         made_by = readers.get(tensor, "Input") if maker is None else graph.ops[maker].type
         spec = spec_of(encodings[site]) if site in encodings else Spec(casts[site]) if site in casts else None
-        if site in dynamic:
-            spec = Spec(uint8, symmetric=False, dynamic=True)
+        spec = (dynamic or {}).get(site, spec)
         reason, rule = (
             (missing, "default") if spec is None else (as_given[site] if site in encodings else AS_GIVEN, THE_FILE)
         )

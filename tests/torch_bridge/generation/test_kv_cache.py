@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_decoders import CACHE, DECODERS, generate, session_of, step_example, t5, tokens
+from tiny_decoders import CACHE, DECODERS, decoder, generate, session_of, step_example, t5, tokens
 from torch import nn
 from torch_models import ConvNet
 
@@ -86,7 +86,7 @@ def test_a_model_without_a_cache_is_refused() -> None:
 
 
 def test_unknown_scales_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_scales='row' .* is none of tensor, head, channel"):
+    with pytest.raises(ConfigError, match=r"kv_cache_scales='row' .* is none of tensor, head, channel, token"):
         qsdk.w8a8().override("*", kv_cache="int8", kv_cache_scales="row")  # type: ignore[arg-type]
 
 
@@ -111,3 +111,27 @@ def test_an_encoder_needs_an_example_of_a_step() -> None:
     pair = {"input_ids": tokens(0), "decoder_input_ids": tokens(1, length=5)}
     with pytest.raises(ConfigError, match="T5ForConditionalGeneration has an encoder beside its decoder"):
         qsdk.quantize(t5(), pair, qsdk.w8a8(kv_cache="int8"))
+
+
+def test_a_rule_tells_keys_from_values_and_each_token_has_its_own_scale() -> None:
+    config = qsdk.weight_only("int8", kv_cache="int4").override("*.value", kv_cache_scales="token")
+    sim = qsdk.quantize(decoder("Llama", num_hidden_layers=1), {"input_ids": tokens(0)}, config)
+    qsdk.calibrate(sim, [{"input_ids": tokens(seed)} for seed in range(1, 4)], progress=False)
+    rows = {row["site"]: row for row in sim.coverage().rows}
+    assert rows[_KEY]["granularity"] == "per tensor"
+    new = rows["model.layers.0.self_attn/transpose.2:output"]
+    assert (new["dtype"], new["granularity"]) == ("int4", "per token, dynamic")
+    assert rows["past_key_values.0.value:input"]["state"] == "tied"
+    with torch.no_grad():
+        values = sim.model(input_ids=tokens(9))[CACHE].layers[0].values.numpy()
+    peaks = np.abs(values).max(-1, keepdims=True)
+    off = [np.abs(codes - np.rint(codes)).max(-1) for codes in (values / peaks * 7, values / peaks * 8)]
+    assert np.minimum(*off).max() < 1e-5  # the largest value of a token has the code 7, or -8 where it is negative
+    assert len(np.unique(peaks)) > 15
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float8e4m3fn"])
+def test_scales_of_tokens_are_for_signed_integers(dtype: str) -> None:
+    config = qsdk.weight_only("int8").override("*", kv_cache=dtype, kv_cache_scales="token")
+    with pytest.raises(ConfigError, match=f"kv_cache_scales='token' is for int8 or int4, .* not for {dtype} at"):
+        qsdk.quantize(decoder("Llama", num_hidden_layers=1), {"input_ids": tokens(0)}, config)

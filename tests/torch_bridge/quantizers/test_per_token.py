@@ -64,7 +64,7 @@ def test_an_onnx_file_has_no_quantizer_for_it(tmp_path: Path) -> None:
 def test_choices_that_do_not_exist_are_refused_and_files_keep_the_others(tmp_path: Path) -> None:
     with pytest.raises(qsdk.ConfigError, match=r"dynamic_activations='row' .* is none of True, False, 'token'"):
         qsdk.w8a8().override("*", dynamic_activations="row")  # type: ignore[arg-type]
-    with pytest.raises(qsdk.ConfigError, match="is symmetric int8 per token, not symmetric uint16 per tensor"):
+    with pytest.raises(qsdk.ConfigError, match="is symmetric int8 or int4 per token, not symmetric uint16 per tensor"):
         qsdk.quantize(*model_and_input(), qsdk.w8a16().override("*", dynamic_activations="token"))
     CONFIG.save(tmp_path / "config.json")
     assert qsdk.load_config(tmp_path / "config.json") == CONFIG
