@@ -6,7 +6,6 @@ queries and keys by tables of a rotary embedding, hides later tokens and those b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isclose
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,34 @@ from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import find_products, merge_alike, merged
 
 Array = npt.NDArray[Any]
-_HEAD_UNIT = 16
+_TURNED_UNIT = 8  # pairs of numbers that the kernel turns at once
 _HEADS_LAST, _TURNED = [0, 2, 1, 3], [0, 1, 3, 2]
 
 
 class _NoFormError(Exception):
     """Why an attention has no fused form."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm over the last axis.
+
+    Attributes:
+        source: the tensor that is normed.
+        gain: along that axis.
+        epsilon: that is added to the mean of squares.
+    """
+
+    source: str
+    gain: Array
+    epsilon: float
+
+    def node(self, editor: Editor, source: str, output: str) -> NodeProto:
+        """Return the kernel of the norm of a tensor."""
+        inputs = [source, editor.keep_once(f"{output}/gain", self.gain)]
+        return editor.node(
+            "SimplifiedLayerNormalization", inputs, [output], epsilon=self.epsilon, axis=-1, stash_type=1
+        )
 
 
 @dataclass(frozen=True)
@@ -50,11 +71,13 @@ class _Heads:
         rows: the tensor [batch, step, heads, size], or the one in front of its Reshape, [batch, step, heads x size].
         flat: whether it is the latter.
         turn: the rotary embedding behind it.
+        norm: the norm of each head in front of that, which is yet to be written.
     """
 
     rows: str
     flat: bool
     turn: Turn | None = None
+    norm: Norm | None = None
 
 
 @dataclass
@@ -80,9 +103,14 @@ class AttentionWriter:
     """
 
     def __init__(
-        self, editor: Editor, turns: Mapping[str, Turn], computed: Computed, sizes: Mapping[str, Sequence[Any]]
+        self,
+        editor: Editor,
+        turns: Mapping[str, Turn],
+        norms: Mapping[str, Norm],
+        computed: Computed,
+        sizes: Mapping[str, Sequence[Any]],
     ) -> None:
-        self.editor, self.turns, self.computed, self.sizes = editor, turns, computed, sizes
+        self.editor, self.turns, self.norms, self.computed, self.sizes = editor, turns, norms, computed, sizes
         self.products = {product.output: product for product in find_products(editor)}
         self.reasons = dict[str, str]()
         self._tables = dict[tuple[str, str], tuple[str, str]]()
@@ -135,8 +163,6 @@ class AttentionWriter:
         if not all(isinstance(n, int) for n in (kept, size, count)):
             raise _NoFormError("the number of its heads is open")
         heads = (int(count), int(kept), int(size))
-        if heads[2] % _HEAD_UNIT and query in self.turns:
-            raise _NoFormError(f"its heads have {heads[2]} numbers, and the kernel turns multiples of {_HEAD_UNIT}")
         own = _Attention(
             query_heads, self._heads(key), self._heads(value), cache, heads, factor, softcap, window, sinks, output
         )
@@ -167,10 +193,10 @@ class AttentionWriter:
         tanh = editor.maker(inner, "Tanh") if node.op_type == "Mul" else None
         if tanh is None:
             return inner, window, softcap, factor * (number if node.op_type == "Mul" else 1 / number)
-        below, share = self._scaled(tanh.input[0], 1.0)
-        if not isclose(share * number, 1.0, rel_tol=1e-5) or factor != 1.0:
+        if factor != 1.0 or softcap or number <= 0:
             raise _NoFormError("the cap of its scores is not c tanh(x / c)")
-        return below, window, number, factor
+        below, share = self._scaled(tanh.input[0], 1.0)
+        return below, window, number, share * number
 
     def _scaled(self, tensor: str, factor: float) -> tuple[str, float]:
         """Step over factors in front of a tensor."""
@@ -233,23 +259,47 @@ class AttentionWriter:
         return joined.input[0], present, joined.input[1]
 
     def _heads(self, tensor: str) -> _Heads:
-        """Return where queries, keys or values come from: through a rotary embedding and a Transpose."""
-        editor, turn = self.editor, self.turns.get(tensor)
-        source = tensor if turn is None else turn.source
-        moved = editor.maker(source, "Transpose")
+        """Return where queries, keys or values come from: through a rotary embedding, a norm and a Transpose."""
+        editor = self.editor
+        source, turn = self._turned(tensor)
+        norm = self.norms.get(source)
+        moved = editor.maker(source if norm is None else norm.source, "Transpose")
         if moved is None or editor.options(moved).get("perm") != _HEADS_LAST:
-            if turn is None and (swapped := editor.maker(tensor, "Transpose")) is not None:
-                inner = self.turns.get(swapped.input[0])
-                if inner is not None:
-                    return self._flat(inner.source, inner)
             raise _NoFormError(f"{source!r} is not transposed from [batch, step, heads, size]")
-        return self._flat(moved.input[0], turn or self.turns.get(moved.input[0]))
+        if turn is None:
+            inner, turn = self._turned(moved.input[0])
+            return self._flat(inner, turn, norm)
+        return self._flat(moved.input[0], turn, norm)
 
-    def _flat(self, rows: str, turn: Turn | None) -> _Heads:
-        shaped = self.editor.maker(rows, "Reshape")
+    def _turned(self, tensor: str) -> tuple[str, Turn | None]:
+        """Return what a rotary embedding turns, all of it or its first numbers, and that; or the tensor itself."""
+        editor, turn = self.editor, self.turns.get(tensor)
+        if turn is not None:
+            return turn.source, turn
+        joined = editor.maker(tensor, "Concat")
+        turn = None if joined is None or len(joined.input) != 2 else self.turns.get(joined.input[0])
+        if joined is None or turn is None or editor.options(joined).get("axis") not in (-1, 3):
+            return tensor, None
+        first, second = (editor.maker(name, "Slice", "Split") for name in (turn.source, joined.input[1]))
+        size = self.sizes[turn.source][-1]
+        if self.sizes[tensor] == self.sizes[turn.source]:  # what is not turned is empty
+            return turn.source, turn
+        if first is None or second is None or first.input[0] != second.input[0]:
+            raise _NoFormError("what its rotary embedding does not turn comes from elsewhere")
+        if first.op_type == "Split":
+            whole = first is second and [*first.output] == [turn.source, joined.input[1]]
+        else:
+            bounds = [[editor.scalar(name) for name in cut.input[1:4]] for cut in (first, second)]
+            whole = bounds[0][0] == 0 and bounds[1][0] == size and all(bound[2] in (-1, 3) for bound in bounds)
+        if not whole or self.sizes[tensor] != self.sizes[first.input[0]]:
+            raise _NoFormError("its rotary embedding does not turn the first numbers of each head")
+        return str(first.input[0]), turn
+
+    def _flat(self, rows: str, turn: Turn | None, norm: Norm | None) -> _Heads:
+        shaped = None if norm is not None else self.editor.maker(rows, "Reshape")
         if shaped is not None and len(self.sizes.get(shaped.input[0], ())) == 3:
             return _Heads(str(shaped.input[0]), True, turn)
-        return _Heads(rows, False, turn)
+        return _Heads(rows, False, turn, norm)
 
     def _require_same_turn(self, found: _Attention) -> None:
         turns = [one.turn for one in (found.query, found.key)]
@@ -262,6 +312,8 @@ class AttentionWriter:
         tables = [self._table(turn) for turn in turns if turn is not None]
         if tables[0] is None or tables[1] is None:
             raise _NoFormError("its rotary embedding depends on more than the position of a token")
+        if tables[0][0].shape[1] % _TURNED_UNIT:
+            raise _NoFormError(f"its rotary embedding does not turn a multiple of {_TURNED_UNIT} pairs")
         if not all(np.array_equal(left, right) for left, right in zip(*tables, strict=True)):
             raise _NoFormError("its queries and keys do not turn alike")
 
@@ -337,7 +389,11 @@ class AttentionWriter:
     def _flattened(self, part: _Heads, nodes: list[NodeProto]) -> str:
         if part.flat:
             return part.rows
-        nodes.append(self.editor.shaped(part.rows, [0, 0, -1], f"{part.rows}/flat"))
+        rows = part.rows
+        if part.norm is not None:
+            rows = self.editor.index.fresh(f"{rows}/normed")
+            nodes.append(part.norm.node(self.editor, part.rows, rows))
+        nodes.append(self.editor.shaped(rows, [0, 0, -1], f"{rows}/flat"))
         return str(nodes[-1].output[0])
 
     def _stored_tables(self, turn: Turn) -> tuple[str, str]:

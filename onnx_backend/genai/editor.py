@@ -33,6 +33,7 @@ class Editor:
         self.model, self.large, self.forms = model, dict(large), dict[str, str]()
         self._new: dict[str, list[NodeProto]] = {}
         self._gone = set[str]()
+        self._kept = dict[Any, str]()
 
     @cached_property
     def index(self) -> GraphIndex:
@@ -76,6 +77,13 @@ class Editor:
         self.index.stored[name] = tensor
         return name
 
+    def keep_once(self, name: str, value: Array) -> str:
+        """Store a tensor, or return the name of one that was stored so with the same values."""
+        key = (value.shape, value.tobytes())
+        if key not in self._kept:
+            self._kept[key] = self.keep(name, value)
+        return self._kept[key]
+
     def keep_lazily(self, name: str, dims: Sequence[int], source: Callable[[], Array]) -> str:
         """Store a tensor of bytes, which `source` makes when it is written, under a name that is free."""
         if not is_large(dims):
@@ -118,9 +126,11 @@ class Editor:
         nodes = _sorted(nodes, {*(tensor.name for tensor in graph.initializer), *(one.name for one in graph.input)})
         replace_nodes(graph, nodes_reaching(nodes, [value.name for value in graph.output]))
         drop_unused_initializers(graph)
+        names = {tensor.name for tensor in graph.initializer}
+        self._kept = {key: name for key, name in self._kept.items() if name in names}
         self.large = {name: self.large[name] for name in (t.name for t in graph.initializer) if name in self.large}
         self._new, self._gone = {}, set()
-        del self.index
+        self.__dict__.pop("index", None)
 
     def options(self, node: NodeProto) -> dict[str, Any]:
         """Return the attributes of a node."""

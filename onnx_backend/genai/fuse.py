@@ -5,12 +5,11 @@ Every form is found by structure and computes what the nodes did that it stands 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.genai.attention import AttentionWriter, Turn
+from onnx_backend.genai.attention import AttentionWriter, Norm, Turn
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import write_products
@@ -63,7 +62,7 @@ def fuse(model: ModelProto, large: Mapping[str, LargeTensor], *, positions: int)
     turns = {named.output(group): turn for group in groups if (turn := named.turn(group)) is not None}
     norms = {named.output(group): norm for group in groups if (norm := named.norm(editor, group)) is not None}
     sizes = static_sizes(with_inferred_shapes(skeleton(model)))
-    writer = AttentionWriter(editor, turns, Computed(editor, positions), sizes)
+    writer = AttentionWriter(editor, turns, norms, Computed(editor, positions), sizes)
     count = writer.write()
     _write_norms(editor, norms)
     write_products(editor)
@@ -74,15 +73,6 @@ def fuse(model: ModelProto, large: Mapping[str, LargeTensor], *, positions: int)
         node.doc_string = ""
     model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
     return Fused(model, editor.large, editor.forms, count, writer.reasons)
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """An RMS norm: its input, gain and epsilon."""
-
-    source: str
-    gain: np.ndarray[Any, Any]
-    epsilon: float
 
 
 class _Named:
@@ -102,7 +92,7 @@ class _Named:
         source, cos, sin = (self.graph.tensors[group.tensors[name]].name for name in ("x", "cos", "sin"))
         return Turn(source, cos, sin, pairs=group.facts["cut"][0] == "pairs")
 
-    def norm(self, editor: Editor, group: Supergroup) -> _Norm | None:
+    def norm(self, editor: Editor, group: Supergroup) -> Norm | None:
         """Return the RMS norm over the last axis that a group is, or None."""
         if group.name != "RMSNorm" or group.facts.get("axes") != (-1,) or "beta" in group.tensors:
             return None
@@ -118,7 +108,7 @@ class _Named:
             gain = np.broadcast_to(value.reshape(-1), (max(value.size, len(gain)),))
         if not gain.size:
             return None
-        return _Norm(source, gain, self._epsilon(group))
+        return Norm(source, gain, self._epsilon(group))
 
     def _epsilon(self, group: Supergroup) -> float:
         for op in (self.graph.ops[index] for index in group.ops if self.graph.ops[index].type == "Add"):
@@ -128,14 +118,11 @@ class _Named:
         return 0.0
 
 
-def _write_norms(editor: Editor, norms: Mapping[str, _Norm]) -> None:
+def _write_norms(editor: Editor, norms: Mapping[str, Norm]) -> None:
     """Write each RMS norm as one kernel, with the sum in front of it where that is one of two tensors."""
-    kept = dict[bytes, str]()
     for output, norm in norms.items():
         if output not in editor.index.makers:
             continue
-        gain = kept.setdefault(norm.gain.tobytes(), "") or editor.keep(f"{output}/gain", norm.gain)
-        kept[norm.gain.tobytes()] = gain
         total = editor.maker(norm.source, "Add")
         sizes_match = total is not None and not any(name in editor.index.stored for name in total.input)
         if (
@@ -145,16 +132,13 @@ def _write_norms(editor: Editor, norms: Mapping[str, _Norm]) -> None:
             and norm.source not in editor.index.outputs
         ):
             outputs = [output, "", "", norm.source]
-            inputs = [*total.input, gain]
+            inputs = [*total.input, editor.keep_once(f"{output}/gain", norm.gain)]
             node = editor.node(
                 "SkipSimplifiedLayerNormalization", inputs, outputs, domain=MICROSOFT, epsilon=norm.epsilon
             )
             editor.replace(output, [node], also=[norm.source])
         else:
-            facts: dict[str, Any] = {"axis": -1, "epsilon": norm.epsilon, "stash_type": 1}
-            editor.replace(
-                output, [editor.node("SimplifiedLayerNormalization", [norm.source, gain], [output], **facts)]
-            )
+            editor.replace(output, [norm.node(editor, norm.source, output)])
     editor.apply()
 
 

@@ -73,12 +73,18 @@ def decoder_facts(model: Any) -> DecoderFacts:
     for name in _TOKENS:
         both = (getattr(one, name, None) for one in (generation, config))
         token = next((token for token in both if token is not None), None)
-        if token is not None:
-            tokens[name] = token
+        inside = [one for one in (token if isinstance(token, list) else [token]) if _is_token(one, config.vocab_size)]
+        if inside:
+            tokens[name] = inside if isinstance(token, list) else token
     ends: Any = tokens.setdefault("eos_token_id", [])  # without one, a text ends where its length does
     tokens.setdefault("pad_token_id", ends if not isinstance(ends, list) else next(iter(ends), 0))
     search = {name: found for name in _SEARCH if (found := getattr(generation, name, None)) is not None}
     return DecoderFacts(config.model_type, positions, config.vocab_size, config.hidden_size, search, tokens)
+
+
+def _is_token(token: Any, count: int) -> bool:
+    """Return whether a token is one of the vocabulary, which the runtime asks for."""
+    return token is not None and 0 <= token < count
 
 
 def _beside(model: Any, tokenizer: Any) -> dict[str, bytes]:

@@ -5,13 +5,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import pytest
 import torch
-from tiny_decoders import decoder, plain_sim, tokens
+import transformers
+from tiny_decoders import VOCABULARY, decoder, plain_sim, tokens
 from torch import nn
 
 import qsdk
+from onnx_backend.genai import products
 from onnx_backend.genai.check import generate
+from onnx_backend.genai.products import packed_bits
 
 W4 = qsdk.weight_only("int4", block_size=32, kv_cache="float32")
 
@@ -50,3 +55,90 @@ def test_64_tokens_of_a_llama_are_those_of_the_simulation(tmp_path: Path):
     assert found["MatMulNBits"] == 2 * 5 + 1  # queries, keys and values are one
     assert found["SkipSimplifiedLayerNormalization"] == 4
     assert not found.keys() & {"MatMul", "Softmax", "Pow", "Cos", "Concat"}
+
+
+#: kind of decoder -> what of it is not the default; heads of which a part is turned have 32 numbers or more
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Cohere": {},
+    "Gemma": {},
+    "Gemma2": {"sliding_window": 6},
+    "Glm": {"hidden_size": 128, "head_dim": 32},
+    "Granite": {},
+    "Mistral": {"sliding_window": 6},
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi": {"hidden_size": 128, "head_dim": 32},
+    "Phi3": {"hidden_size": 128, "head_dim": 32, "partial_rotary_factor": 0.5},
+    "Qwen2": {},
+    "Qwen3": {},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "StableLm": {"hidden_size": 256, "head_dim": 64},
+    "Starcoder2": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_64_tokens_of_every_architecture_are_those_of_the_simulation(kind: str, tmp_path: Path):
+    sim = plain_sim(tiny(kind, **{"hidden_size": 64, **ARCHITECTURES[kind]}), W4)
+    report = qsdk.export(sim, tmp_path / kind, format="genai", check=False)
+    assert report.summary["attentions"] == 2
+    assert "plain" not in report.summary
+    prompt = tokens(5, length=9)[0].tolist()
+    assert text(tmp_path / kind, prompt, 64) == greedy(sim.model, prompt, 64)
+    assert not nodes(tmp_path / kind).keys() & {"MatMul", "Softmax"}
+
+
+@pytest.mark.slow
+def test_layers_with_rotary_embeddings_and_windows_of_their_own(tmp_path: Path):
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": kinds, "sliding_window": 6}
+    torch.manual_seed(0)
+    ends = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": 128}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **heads, **ends)).eval()
+    sim = plain_sim(model, W4)
+    qsdk.export(sim, tmp_path / "gemma", format="genai", check=False)
+    prompt = tokens(5, length=9)[0].tolist()
+    assert text(tmp_path / "gemma", prompt, 64) == greedy(sim.model, prompt, 64)
+    graph = onnx.load(tmp_path / "gemma" / "model.onnx", load_external_data=False).graph
+    attentions = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    windows = [onnx.helper.get_node_attr_value(node, "local_window_size") for node in attentions]
+    assert windows == [6, -1]
+    assert len({node.input[7] for node in attentions}) == 2  # tables of two bases
+
+
+def test_heads_that_the_kernel_does_not_turn_stay_plain_and_are_named(tmp_path: Path):
+    sim = plain_sim(decoder("Llama"), W4)  # heads of 8
+    report = qsdk.export(sim, tmp_path / "llama", format="genai")
+    assert report.summary["attentions"] == 0
+    assert "does not turn a multiple of 8 pairs" in report.summary["plain"][0]
+    assert report.summary["tokens_equal"] == report.summary["generated"]
+
+
+def test_what_is_no_decoder_with_a_cache_is_refused(tmp_path: Path):
+    sim = plain_sim(tiny("Llama"), qsdk.weight_only("int4", block_size=32))
+    with pytest.raises(qsdk.ExportError, match="choose kv_cache='float32'"):
+        qsdk.export(sim, tmp_path / "llama", format="genai")
+    layer = qsdk.quantize(nn.Linear(32, 8), torch.ones(1, 32), qsdk.weight_only("int4"))
+    qsdk.calibrate(layer, [], progress=False)
+    with pytest.raises(qsdk.ExportError, match="for causal models of transformers"):
+        qsdk.export(layer, tmp_path / "layer", format="genai")
+    with pytest.raises(qsdk.ConfigError, match="tokenizer= is for format='genai'"):
+        qsdk.export(layer, tmp_path / "layer.onnx", tokenizer=object())
+    assert not [*tmp_path.rglob("*.onnx")]
+
+
+def test_a_folder_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sim = plain_sim(tiny("Llama"), W4)
+    monkeypatch.setattr(products, "packed_bits", lambda codes, bits: np.zeros_like(packed_bits(codes, bits)))
+    with pytest.raises(qsdk.ExportError, match="dB from the simulation's"):
+        qsdk.export(sim, tmp_path / "llama", format="genai")
+    assert [*(tmp_path / "llama").iterdir()] == []

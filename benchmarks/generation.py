@@ -1,0 +1,185 @@
+"""Folders for onnxruntime-genai, beside those of its own model builder: speed, size and perplexity.
+
+One JSON line. `decoder`: 8 layers of 512 with random weights, int4 in blocks of 32; tokens a second of ours over the
+builder's, for decoding and for prompts of 128 and 512 tokens, on one and two threads (medians of interleaved rounds),
+bytes of the folders, and nodes. `stories`: perplexity of stories15M on 64 stories that it has told itself, over that of
+the float model: the builder's round to nearest and k-quant, ours to nearest and by gptq, each as its folder computes.
+`python benchmarks/generation.py decoder` or `stories` measures one. Targets: 1.0 or more of the builder's speed, 1.02
+or less of its bytes, gptq within 2 % of float.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime_genai as og
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import qsdk
+
+sys.path += [str(Path(__file__).parents[1] / "tests" / "helpers" / name) for name in ("real", "generation")]
+
+PROMPTS = (128, 512)
+STEPS, ROUNDS = 48, 7
+CONFIG = qsdk.weight_only("int4", block_size=32, kv_cache="float32", compute="int8")
+
+
+def random_decoder() -> LlamaForCausalLM:
+    """Return a decoder of 8 layers of 512 with random weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 32000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write a checkpoint folder, with a tokenizer, which the builder asks for."""
+    from tokenizers import Tokenizer, models  # the benchmark alone needs it
+
+    model.save_pretrained(folder)
+    words = {f"<{token}>": token for token in range(model.config.vocab_size)}
+    names = {"bos_token": "<1>", "eos_token": "<2>", "pad_token": "<0>", "unk_token": "<0>"}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def build(source: Path, target: Path, *options: str) -> None:
+    """Have the runtime's own builder write a folder of int4 weights."""
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(target)]
+    command += ["-p", "int4", "-e", "cpu", "-c", str(target / "cache"), "--extra_options", *options]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def opened(folder: Path, threads: int) -> Any:
+    """Return the model of a folder on some threads."""
+    config = og.Config(str(folder))
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    return og.Model(config)
+
+
+def seconds(model: Any, prompt: int) -> tuple[float, float]:
+    """Return the time of a prompt, and of a token behind it."""
+    options = og.GeneratorParams(model)
+    options.set_search_options(max_length=prompt + STEPS + 1, do_sample=False)
+    generator = og.Generator(model, options)
+    tokens = np.random.default_rng(0).integers(3, 30000, (1, prompt)).astype(np.int32)
+    started = time.perf_counter()
+    generator.append_tokens(tokens)
+    generator.get_logits()
+    first = time.perf_counter()
+    for _ in range(STEPS):
+        generator.append_tokens(np.array([[7]], np.int32))
+        generator.get_logits()
+    return first - started, (time.perf_counter() - first) / STEPS
+
+
+def speed(theirs: Path, ours: Path) -> dict[str, float]:
+    """Return tokens a second of our folder over those of theirs."""
+    found = {}
+    for threads in (1, 2):
+        models = [opened(folder, threads) for folder in (theirs, ours)]
+        rows: dict[str, list[tuple[float, ...]]] = {}
+        for _ in range(ROUNDS):
+            for prompt in PROMPTS:
+                (prompt_a, step_a), (prompt_b, step_b) = (seconds(model, prompt) for model in models)
+                rows.setdefault(f"prompt {prompt}", []).append((prompt_a, prompt_b))
+                rows.setdefault("decode", []).append((step_a, step_b))
+        for name, pairs in rows.items():
+            found[f"{name}, threads {threads}"] = round(median(a for a, _ in pairs) / median(b for _, b in pairs), 3)
+            if name == "decode":
+                found[f"decode ms, threads {threads}"] = round(1e3 * median(b for _, b in pairs), 3)
+    return found
+
+
+def size(folder: Path) -> int:
+    """Return the bytes of the model's files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name.startswith("model.onnx"))
+
+
+def count(folder: Path) -> int:
+    """Return the nodes of the model in a folder."""
+    nodes = onnx.load(folder / "model.onnx", load_external_data=False).graph.node
+    return sum(node.op_type != "Constant" for node in nodes)
+
+
+def export(model: LlamaForCausalLM, folder: Path, config: Any = CONFIG, data: Any = (), verbs: Any = ()) -> Any:
+    """Write our folder, and return the sim."""
+    ids = torch.arange(3, 19)[None]
+    sim = qsdk.quantize(model, {"input_ids": ids}, config)
+    qsdk.calibrate(sim, data or [{"input_ids": ids}], progress=False)
+    for verb in verbs:
+        verb(sim, data, progress=False)
+    qsdk.export(sim, folder, format="genai")
+    return sim
+
+
+def decoder(folder: Path) -> dict[str, Any]:
+    """Measure the random decoder."""
+    model = random_decoder()
+    save(model, folder / "checkpoint")
+    build(folder / "checkpoint", folder / "theirs", "int4_accuracy_level=4")
+    everything = CONFIG.override("embed_tokens", weight="float32")  # as the builder has it
+    export(model, folder / "ours", everything)
+    export(model, folder / "small")
+    names = ("theirs", "ours", "small")
+    sizes = [size(folder / name) for name in names]
+    facts = {"bytes": round(sizes[1] / sizes[0], 4), "bytes, embedding of 8 bits": round(sizes[2] / sizes[0], 4)}
+    nodes = {"nodes": {name: count(folder / name) for name in names}}
+    return {**nodes, **facts, **speed(folder / "theirs", folder / "small")}
+
+
+def perplexity(folder: Path, texts: torch.Tensor) -> float:
+    """Return the perplexity of texts by the folder of a decoder."""
+    model, total = opened(folder, 2), 0.0
+    for row in texts.numpy().astype(np.int32):
+        options = og.GeneratorParams(model)
+        options.set_search_options(max_length=len(row) + 1, do_sample=False)
+        generator = og.Generator(model, options)
+        generator.append_tokens(row[None])
+        logits = torch.from_numpy(np.asarray(generator.get_output("logits"))).float()[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(row[1:]).long()))
+    return float(np.exp(total / len(texts)))
+
+
+def stories(folder: Path) -> dict[str, Any]:
+    """Measure stories15M."""
+    import zoo_text  # downloads the model
+
+    model = zoo_text.stories()
+    told = zoo_text.told(zoo_text.NextToken(model), 96, 200)
+    data, texts = [{"input_ids": row[None]} for row in told[:32]], told[32:]
+    save(model, folder / "checkpoint")
+    build(folder / "checkpoint", folder / "rtn", "int4_accuracy_level=4")
+    build(folder / "checkpoint", folder / "k_quant", "int4_accuracy_level=4", "int4_algo_config=k_quant")
+    export(model, folder / "nearest", data=data)
+    export(model, folder / "gptq", data=data, verbs=[qsdk.gptq])
+    own = qsdk.analysis.perplexity(model, texts)
+    names = ("rtn", "k_quant", "nearest", "gptq")
+    over = {name: round(perplexity(folder / name, texts) / own, 4) for name in names}
+    sizes = {name: round(size(folder / name) / size(folder / "rtn"), 4) for name in names}
+    return {"float": round(own, 4), "perplexity over float": over, "bytes over rtn": sizes}
+
+
+def main() -> None:
+    """Measure what is named, or all."""
+    logging.disable(logging.WARNING)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    result = {}
+    for name in sys.argv[1:] or ("decoder", "stories"):
+        with tempfile.TemporaryDirectory() as folder:
+            result[name] = {"decoder": decoder, "stories": stories}[name](Path(folder))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
