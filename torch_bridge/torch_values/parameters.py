@@ -149,3 +149,11 @@ def packed_rows(packed: Tensor, part: str) -> Tensor:
     first, last = _THIRDS[part]
     size = packed.shape[0] // 3
     return packed[first * size : last * size]
+
+
+Key = tuple[int, int, int]
+
+
+def storage_key(tensor: Tensor) -> Key:
+    """Return what a tensor shares with its transpose and with nothing else: address and number of its values."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()

@@ -17,27 +17,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qsdk.core.layers.graph_layers import graph_layers
+from qsdk.core.layers.graph_layers import experts_of, graph_layers
 from qsdk.core.layers.layer_problem import Layer, PatchGeometry
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.patterns.experts import stack_of
 from qsdk.core.site import owner_of, port_of, site_name
 from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sim import QuantSim
 from torch_bridge.sites.attention import multi_head_attention_forward
 from torch_bridge.sites.calls import Frame
+from torch_bridge.sites.experts import ExpertReads
 from torch_bridge.sites.functional import op_name
 from torch_bridge.sites.recurrent import hidden_weight_inputs, run_recurrent
 from torch_bridge.torch_values.batches import Forward, progress_over, require_reiterable
 from torch_bridge.torch_values.layers import graph_as_it_runs
-from torch_bridge.torch_values.parameters import direction_suffixes, dtype_name, find_stored, is_recurrent, packed_rows
+from torch_bridge.torch_values.parameters import (
+    Key,
+    direction_suffixes,
+    dtype_name,
+    find_stored,
+    is_recurrent,
+    packed_rows,
+    storage_key,
+)
 from torch_bridge.training.training import eval_mode
+from torch_bridge.walk.experts import SolvedExperts
 from torch_bridge.walk.forward_pairs import ForwardPairs
 from torch_bridge.walk.paused_forward import PausedForward, same_input
 from torch_bridge.wrapping.wrapped_state import state_of
 
-#: called with (weight site, input of the layer)
-LayerCallback = Callable[[str, Tensor], None]
-Key = tuple[int, int, int]
+#: called with (weight site, input of the layer, number of the expert of each row, where the weight is a stack)
+LayerCallback = Callable[[str, Tensor, Tensor | None], None]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -59,27 +69,33 @@ _CELLS = (torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_c
 class HookedLayer:
     """A layer, and where a forward reads it.
 
-    `module` is the one whose call reads the layer's input; None where a function or a recurrent op does.
+    `module` is the one whose call reads the layer's input; None where a function or a recurrent op does. A stack of
+    experts is one layer here, and its `experts` are what is solved.
     """
 
     layer: Layer
     module: nn.Module | None
     repeated: bool
     recurrent: bool = False
+    experts: Sequence[Layer] = ()
 
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The input of a layer that a forward has reached: site of the weight, tensor, and version of the tensor."""
+    """The input of a layer that a forward has reached: site of the weight, tensor, and version of the tensor.
+
+    For a stack, `numbers` has the number of the expert of each row.
+    """
 
     site: str
     x: Tensor
     version: int
+    numbers: Tensor | None = None
 
     @classmethod
-    def to(cls, site: str, x: Tensor) -> "LayerInput":
+    def to(cls, site: str, x: Tensor, numbers: Tensor | None = None) -> "LayerInput":
         """Return the input of the layer at a site, as it is now."""
-        return cls(site, x, 0 if x.is_inference() else x._version)
+        return cls(site, x, 0 if x.is_inference() else x._version, numbers)
 
     def repeats(self, other: "LayerInput") -> bool:
         """Return whether this is the same input as another one, and nothing was written into it in between."""
@@ -122,7 +138,7 @@ def find_hooked_layers(sim: QuantSim) -> HookedLayers:
     `resolving_readers` finds out which functions read the others.
     """
     frozen = {site for site, quantizer in sim.quantizers.items() if quantizer.is_frozen}
-    layers, left = graph_layers(graph_as_it_runs(sim.model, sim.graph), sim.plan, frozen)
+    layers, left = graph_layers(graph_as_it_runs(sim.model, sim.graph), sim.plan, frozen, experts=True)
     modules = dict(sim.model.named_modules())
     by_site, functions = {}, set()
     for graph_layer in layers:
@@ -137,8 +153,11 @@ def find_hooked_layers(sim: QuantSim) -> HookedLayers:
             layer = replace(graph_layer.layer, geometry=_geometry(owner))
             by_site[site] = HookedLayer(layer, owner, len(graph_layer.ops) > 1)
         else:
-            by_site[site] = HookedLayer(graph_layer.layer, None, len(graph_layer.ops) > 1)
+            experts = experts_of(graph_layer.layer) if stack_of(sim.graph, graph_layer.ops[0]) else []
+            by_site[site] = HookedLayer(graph_layer.layer, None, len(graph_layer.ops) > 1, experts=experts)
             functions.add(site)
+            if not experts and stack_of(sim.graph, graph_layer.ops[0]):
+                left[site] = "its experts share one scale"
     return HookedLayers(by_site, left, functions)
 
 
@@ -188,6 +207,8 @@ def resolving_readers(sim: QuantSim, hooked_layers: HookedLayers) -> Iterator[No
             hooked_layers.left[site] = "no linear function of torch reads it in the first batch"
         elif hooked.module is not None and functions not in (0, modules):
             hooked_layers.left[site] = "its module reads it and a function too"
+        elif hooked.experts and hooked_layers.by_site[site].repeated:
+            hooked_layers.left[site] = "a batch calls its experts several times"
     for site in hooked_layers.left.keys() & hooked_layers.by_site.keys():
         del hooked_layers.by_site[site]
         hooked_layers.functions.discard(site)
@@ -210,12 +231,12 @@ class _ReadCounts:
         self.groups: list[list[str]] = []
         self._last: LayerInput | None = None
 
-    def by_module(self, site: str, x: Tensor) -> None:
+    def by_module(self, site: str, x: Tensor, numbers: Tensor | None = None) -> None:
         """Count a read of a layer's weight by its own module."""
         self.modules[site] += 1
         self._group(LayerInput.to(site, x))
 
-    def by_function(self, site: str, x: Tensor) -> None:
+    def by_function(self, site: str, x: Tensor, numbers: Tensor | None = None) -> None:
         """Count a read by a linear function of torch, which may be that of the module just counted."""
         self.functions[site] += 1
         if not self.modules[site]:
@@ -234,15 +255,15 @@ def hooks_before_layers(sim: QuantSim, hooked_layers: HookedLayers, on_layer: La
     runtime = sim.runtime
 
     def before(site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        on_layer(site, args[0] if args else kwargs["input"])
+        on_layer(site, args[0] if args else kwargs["input"], None)
 
     def recurrent(module: nn.RNNBase, layer: int, x: Tensor, states: list[Tensor]) -> None:
         path, directions = state_of(module).path, len(direction_suffixes(module))
         inputs, hidden = (site_name(path, f"weight_{name}_l{layer}") for name in ("ih", "hh"))
         if inputs in hooked_layers.by_site:
-            on_layer(inputs, torch.cat([x] * directions, dim=-1))
+            on_layer(inputs, torch.cat([x] * directions, dim=-1), None)
         if hidden in hooked_layers.by_site:
-            on_layer(hidden, hidden_weight_inputs(module, runtime, layer, x, states))
+            on_layer(hidden, hidden_weight_inputs(module, runtime, layer, x, states), None)
 
     with ExitStack() as hooks:
         for site, hooked in hooked_layers.by_site.items():
@@ -284,12 +305,15 @@ class WeightReadMode(TorchFunctionMode):
         """Look for the tensors at these keys (see `storage_key`) of weight sites."""
         super().__init__()
         self._keys, self._on_layer = keys, on_layer
+        self._experts = ExpertReads(keys, on_layer)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Look at the operands of a function, then run it."""
         named = kwargs or {}
+        if self._experts.is_read_by(func, args, named):
+            return self._experts.call(func, args, named)
         if func is F.multi_head_attention_forward:  # in float; a simulation has decomposed it already
             with self:
                 return multi_head_attention_forward(*args, read=_read_part, **named)
@@ -308,20 +332,15 @@ class WeightReadMode(TorchFunctionMode):
         keys = self._keys()
         site = keys.get(storage_key(right))
         if site is not None:
-            self._on_layer(site, left)
+            self._on_layer(site, left, None)
             return
         site = keys.get(storage_key(left))
         if site is not None:  # W @ x: the rows of data are the columns of x
-            self._on_layer(site, right.mT if right.dim() > 1 else right)
+            self._on_layer(site, right.mT if right.dim() > 1 else right, None)
 
 
 def _read_part(name: str, packed: Tensor, part: str) -> Tensor:
     return packed_rows(packed, part) if part else packed
-
-
-def storage_key(tensor: Tensor) -> Key:
-    """Return what a tensor shares with its transpose and with nothing else: address and number of its values."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _float_keys(sim: QuantSim, sites: Collection[str]) -> Callable[[], Mapping[Key, str]]:
@@ -377,6 +396,8 @@ class LayerWalk:
         self._collecting: dict[PausedForward, tuple[str, list[Tensor]]] = {}
         self._inputs_given: dict[PausedForward, list[LayerInput]] = {}
         self._repeated = {site for site, hooked in self._hooked.by_site.items() if hooked.repeated}
+        stacks = {site: hooked for site, hooked in self._hooked.by_site.items() if hooked.experts}
+        self._experts = SolvedExperts(self._weights, sim, {s: hooked.experts for s, hooked in stacks.items()})
         self._solved: set[str] = set()
         self._done: set[str] = set()
 
@@ -393,7 +414,7 @@ class LayerWalk:
     @property
     def layers(self) -> Sequence[Layer]:
         """Return all layers, in the order of the graph."""
-        return [hooked.layer for hooked in self._hooked.by_site.values()]
+        return [layer for hooked in self._hooked.by_site.values() for layer in hooked.experts or (hooked.layer,)]
 
     @property
     def left(self) -> dict[str, str]:
@@ -402,21 +423,24 @@ class LayerWalk:
 
     def weight(self, site: str) -> Tensor:
         """Return the stored weight in the float model, float32."""
-        return self._weights.original(site)
+        return self._experts.weight(site) if site in self._experts else self._weights.original(site)
 
     def bias(self, site: str) -> Tensor | None:
         """Return the stored bias of a layer in the float model, float32; None where it has none."""
-        bias = self._hooked.by_site[site].layer.bias
+        bias = "" if site in self._experts else self._hooked.by_site[site].layer.bias
         return self._weights.original(bias) if bias else None
 
     def encoding(self, site: str) -> Encoding:
         """Return the encoding that a weight has now."""
-        return self._sim.quantizers[site].encoding()
+        return self._experts.encoding(site) if site in self._experts else self._sim.quantizers[site].encoding()
 
     def write(
         self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
     ) -> None:
         """Change the quantized model at a layer, see `Walk.write`."""
+        if site in self._experts:
+            self._experts.write(site, encoding, weight)
+            return
         self._weights.write(site, encoding=encoding, weight=weight, frozen=weight is not None)
         if bias_shift is not None:
             self._weights.shift(self._hooked.by_site[site].layer.bias, bias_shift)
@@ -437,7 +461,14 @@ class LayerWalk:
             if site in self._repeated or site in self._solved:
                 self._done.add(site)
                 yield self._step(sites, range(self.batches), partial(self._all_calls, site))
-            elif pairs := self._pairs_paused_at(site):
+            elif (pairs := self._pairs_paused_at(site)) and self._hooked.by_site[site].experts:
+                self._solved.add(site)
+                for layer in self._hooked.by_site[site].experts:
+                    rows = partial(self._expert_inputs, pairs, layer.expert)
+                    yield _Step([layer], [one.number for one, _ in pairs], rows)
+                self._experts.store(site)
+                pairs.clear()
+            elif pairs:
                 sites = [name for name in self._hooked.group_of(site) if name not in self._solved]
                 self._solved.update(sites)
                 yield self._step(sites, [one.number for one, _ in pairs], partial(self._inputs, pairs))
@@ -449,7 +480,7 @@ class LayerWalk:
     ) -> _Step:
         return _Step([self._hooked.by_site[site].layer for site in sites], reached, pairs)
 
-    def _on_layer(self, site: str, x: Tensor) -> None:
+    def _on_layer(self, site: str, x: Tensor, numbers: Tensor | None) -> None:
         """Pause a forward that has reached a layer, unless the layer is done."""
         one = self._pairs.running
         if one is None:
@@ -459,7 +490,7 @@ class LayerWalk:
             if site == wanted:
                 inputs.append(x.clone())  # the pass goes on, and may write over it
             return
-        layer_input = LayerInput.to(site, x)
+        layer_input = LayerInput.to(site, x, numbers)
         if site in self._done or any(
             layer_input.repeats(known) for known in self._inputs_given.get(one, ()) if known.site == site
         ):
@@ -486,6 +517,16 @@ class LayerWalk:
             with self._pairs.in_memory(*pair):
                 x, x_quantized = (one.at.x.clone() if self._pairs.offloads else one.at.x for one in pair)
             yield x, self._rounded(pairs[0][0].at.site, x_quantized)
+
+    def _expert_inputs(
+        self, pairs: Sequence[tuple[PausedForward, PausedForward]], number: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rows of one expert, those of the quantized model twice: a float one may route other tokens to it."""
+        for pair in pairs:
+            with self._pairs.in_memory(*pair):
+                reached = pair[1].at
+                rows = reached.x.reshape(-1, reached.x.shape[-1])[reached.numbers == number].clone()
+            yield rows, rows
 
     def _all_calls(self, site: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the inputs of a layer that a batch calls several times, from forwards of their own.

@@ -138,6 +138,25 @@ def _scatter_mean(
     return torch.div(own.scatter_add(dim, index, src), divisor, rounding_mode=rounding)
 
 
+def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """Return the products of rows [S, K], sorted by group, with the matrix of their group among [E, K, N].
+
+    Group i ends before row `offs[i]`. The exporter has no form of it: here each row takes the matrix of its group.
+    """
+    at = torch.arange(input.shape[0], device=offs.device, dtype=offs.dtype)
+    groups = (offs[None] <= at[:, None]).sum(-1)
+    return torch.matmul(input[:, None], torch.index_select(weight, 0, groups)).squeeze(1)
+
+
+def _counts_of(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # torch's names
+    """Return `histc` of whole numbers with one bin for each: how often each of them occurs."""
+    return (input[:, None] == torch.arange(bins, device=input.device, dtype=input.dtype) + min).sum(0).to(input.dtype)
+
+
+def _counts_whole_numbers(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> bool:
+    return input.dim() == 1 and max - min == bins - 1
+
+
 def _given(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return input
 
@@ -230,6 +249,10 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return _embedding_bag
     if func is F.bilinear:
         return _bilinear
+    if is_grouped_product(func):
+        return _grouped_mm
+    if func is torch.histc and _counts_whole_numbers(*args, **kwargs):
+        return _counts_of
     if func in _SCATTERS and (args[4] if len(args) > 4 else kwargs.get("reduce")) == "mean":
         return _scatter_mean if func is not Tensor.scatter_reduce_ else _in_place(_scatter_mean)
     if func in _SORTS and "stable" in kwargs:
@@ -253,10 +276,16 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return func
 
 
+def is_grouped_product(func: Callable[..., Any]) -> bool:
+    """Return whether a function multiplies sorted rows with the matrix of their group: torch's, or transformers' own."""
+    return getattr(func, "__name__", "").strip("_").partition(".")[0] in _GROUPED
+
+
 def _names_no_axis(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return (args[1] if len(args) > 1 else kwargs.get("dim")) is None
 
 
+_GROUPED = frozenset({"grouped_mm", "grouped_mm_fallback"})
 _SQUEEZES = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
 _SORTS = (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
 _MEANS = (torch.mean, Tensor.mean)

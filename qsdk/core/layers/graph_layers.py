@@ -1,18 +1,21 @@
 """The layers of a graph: its linear ops with stored weights, as layer solvers see them, for both sides."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
 from qsdk.core.layers.layer_problem import Layer, PatchGeometry, WeightLayout, activation_of
+from qsdk.core.numerics.spec import PerBlock
+from qsdk.core.patterns.experts import stack_of
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
-_MULTIPLIES = frozenset({*_CONVOLUTIONS, *RECURRENT, "Gemm", "MatMul", "Gather"})
+_TAKES = ("Gather", "GatherND")
+_MULTIPLIES = frozenset({*_CONVOLUTIONS, *RECURRENT, "Gemm", "MatMul", *_TAKES})
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,12 @@ class _NoLayerError(Exception):
     """The reason why a stored weight is no layer."""
 
 
-def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[list[GraphLayer], dict[str, str]]:
+def graph_layers(
+    graph: Graph, plan: Plan, frozen: Collection[str], *, experts: bool = False
+) -> tuple[list[GraphLayer], dict[str, str]]:
     """Return the layers of a planned graph that solvers can work on, and why other weights are none.
+
+    With `experts`, stacks of matrices of experts are among them, each as one layer with as many groups.
 
     Returns:
         The layers in the order of the graph, and why each other weight site is none.
@@ -55,6 +62,8 @@ def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[lis
             reading = [] if root is None else readers.get(root, [])
             if root is None or not reading:
                 raise _NoLayerError("no op of the traced graph reads it")
+            if not experts and stack_of(graph, reading[0][0]) is not None:
+                raise _NoLayerError("its experts are solved one by one in the sim of a module")
             result.append(_layer(graph, plan, decision, root, reading))
         except _NoLayerError as reason:
             left[site] = str(reason)
@@ -101,11 +110,11 @@ def _layer(graph: Graph, plan: Plan, decision: Decision, root: int, reading: lis
     data = [op.inputs[1 if at == 0 else 0] for op, (_, at) in zip(ops, reading, strict=True)]
     seen = [op.inputs[at] for op, (_, at) in zip(ops, reading, strict=True)]
     stored = any(tensor is None or graph.constant_root(tensor) is not None for tensor in data)
-    if stored and graph.ops[index].type != "Gather":  # stored indices of a Gather only select rows
+    if stored and graph.ops[index].type not in _TAKES:  # stored indices of a Gather only select rows
         raise _NoLayerError("it is multiplied with a stored tensor")
     spec, once = decision.spec, len(reading) == 1
     assert spec is not None
-    linear = graph.ops[index].type not in (*RECURRENT, "Gather")
+    linear = graph.ops[index].type not in (*RECURRENT, *_TAKES)
     bias = _bias(graph, index, root) if once and linear else ""
     last = _activation_behind(graph, plan, index) if once and linear else None
     activation = None if last is None else activation_of(graph, graph.ops[last])
@@ -136,9 +145,13 @@ def _layout(graph: Graph, root: int, index: int, position: int) -> WeightLayout:
             raise _NoLayerError(f"it is input {position} of {op.type}")
         # [directions, gates * H, K]: each direction multiplies its own inputs, like the groups of a convolution
         return WeightLayout("conv_transpose", shape, shape[0], channel_axis=1, input_axis=0)
-    if op.type == "Gather":
+    stack = stack_of(graph, index) if op.type in _TAKES and position == 0 else None
+    if stack is not None:
+        axis = graph.axis_at_root(op.inputs[0] or 0, stack.channel_axis)
+        return WeightLayout("conv_transpose", shape, shape[0], channel_axis=axis, input_axis=0)
+    if op.type in _TAKES:
         if position != 0 or len(shape) != 2 or op.attributes.get("axis", 0) != 0:
-            raise _NoLayerError("Gather reads it, and not as rows of a table")
+            raise _NoLayerError(f"{op.type} reads it, and not as rows of a table")
         return WeightLayout("embedding", shape, shape[0], channel_axis=1, input_axis=0)
     operand = next((o for o in operands_of(graph, index) if o.tensor == op.inputs[position]), None)
     if operand is None or operand.role != "weight" or operand.channel_axis is None or operand.input_axis is None:
@@ -153,6 +166,22 @@ def _layout(graph: Graph, root: int, index: int, position: int) -> WeightLayout:
     if op.type == "Gemm" and op.attributes.get("alpha", 1.0) != 1.0:
         raise _NoLayerError(f"Gemm multiplies the product by alpha={op.attributes['alpha']}")
     return WeightLayout("linear", shape, **axes)
+
+
+def experts_of(layer: Layer) -> list[Layer]:
+    """Return the layers of a stack, one for each expert, whose sites end in its number: `...:down_proj[3]`.
+
+    None where all experts share one scale, which no expert can choose alone.
+    """
+    by, axis = layer.spec.granularity, layer.layout.channel_axis
+    if not isinstance(by, PerBlock):
+        return []
+    spec = replace(layer.spec, granularity=PerBlock(by.axis - 1, by.size))
+    layout = WeightLayout("linear", layer.layout.shape[1:], channel_axis=axis - 1, input_axis=2 - axis)
+    return [
+        Layer(f"{layer.site}[{number}]", spec, layout, dtype=layer.dtype, expert=number)
+        for number in range(layer.layout.groups)
+    ]
 
 
 def _groups(op: Op) -> int:

@@ -393,6 +393,7 @@ class Layer:
         bias: site of the bias that is added to the product, `""` where there is none.
         activation: the function right behind the layer, if there is one and it is known.
         dtype: the float dtype in which the weight is stored.
+        expert: its number in a stack of experts; None for a weight of its own.
     """
 
     site: str
@@ -402,6 +403,7 @@ class Layer:
     bias: str = ""
     activation: Activation | None = None
     dtype: str = "float32"
+    expert: int | None = None
 
 
 class WalkStep(Protocol):

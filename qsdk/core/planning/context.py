@@ -10,6 +10,7 @@ from qsdk.core.config.rules import Place, Rule, RuleMatcher
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DType, float32
 from qsdk.core.patterns.chains import find_chains, is_chain
+from qsdk.core.patterns.experts import OF_ROUTER, chosen_tensors, routers_of
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.linear import SLOPES
 from qsdk.core.patterns.supergroup import Supergroup
@@ -106,12 +107,14 @@ class PlanningContext:
         counted = becomes_integers(graph)
         empty = {t: NO_ELEMENTS for t, facts in enumerate(graph.tensors) if facts.is_float and 0 in (facts.shape or ())}
         no_grid = {**guarded_divisors(graph), **counted, **infinite_tensors(graph), **empty}
-        self.steers |= {**self._outside_groups(no_grid), **self.kept_float}
+        chosen = chosen_tensors(graph)
+        experts = {**chosen, **self._of_routers()}
+        self.steers |= {**self._outside_groups({**no_grid, **experts}), **self.kept_float}
         for op, group in self.groups.items():
             self.operands[op] = operands_of(graph, op, group.roles)
         for index, made in enumerate(graph.ops):
             layer = any(o.role in ("weight", "embedding", "bias") for o in self.operands[index])
-            if made.outputs and all(t in self.steers and not (layer and t in counted) for t in made.outputs):
+            if made.outputs and all(t in self.steers and not (layer and (t in counted or t in chosen)) for t in made.outputs):
                 self.operands[index] = []  # its stored operands stay float
 
     @cached_property
@@ -191,6 +194,18 @@ class PlanningContext:
             for root in sorted(roots):
                 if self.graph.tensors[root].is_float:
                     yield self.stored_place(index, root)
+
+    def _of_routers(self) -> dict[int, str]:
+        """Return what routers of experts compute, with the reason; not of those that a rule puts on a grid."""
+        result: dict[int, str] = {}
+        for head, tensors in routers_of(self.graph).items():
+            stored = (self.resolver.at(self.stored_place(head, o.root)) for o in self.operands[head])
+            chosen = [(choice.is_named("weight"), choice.wanted.weight) for choice in stored]
+            made = self.result_choice(self.graph.ops[head].outputs[0], head)
+            chosen.append((made.is_named("activation"), made.wanted.activation))
+            if not any(named and (not isinstance(one, DType) or one.is_quantized) for named, one in chosen):
+                result |= dict.fromkeys(tensors, OF_ROUTER)
+        return result
 
     def _outside_groups(self, reasons: Mapping[int, str]) -> dict[int, str]:
         """Return the reasons of those tensors that are not inside a supergroup, where nothing is quantized anyway."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import RESHAPES
 from qsdk.core.numerics.spec import Role
+from qsdk.core.patterns.experts import stack_of, takes_biases
 from qsdk.core.patterns.linear import bias_of_add
 
 
@@ -19,6 +20,7 @@ class StoredOperand:
         role: `weight` and `bias` of a linear op, `embedding` table, other `constant` data, or a `statistic` of a norm.
         channel_axis: output channels, on the stored tensor; None where per channel has no meaning.
         input_axis: input channels (the axis that blocks run along), on the stored tensor.
+        of_experts: whether it is a stack of matrices or biases, of which each row of data takes one.
     """
 
     tensor: int
@@ -26,6 +28,7 @@ class StoredOperand:
     role: Role
     channel_axis: int | None = None
     input_axis: int | None = None
+    of_experts: bool = False
 
 
 _LINEAR = {"Conv": (0, 1), "ConvTranspose": (1, 0)}
@@ -41,6 +44,7 @@ _CONSTANTS = {"LayerNormalization": (1,), "RMSNormalization": (1,), "GroupNormal
     "GRU": (1, 2),
     "RNN": (1, 2),
 }
+_TAKES_ROWS = frozenset({"Gather", "GatherND", "GatherElements"})
 _RESHAPES = RESHAPES | {"Cast", "Expand"}
 _ELEMENTWISE = frozenset(
     {"Add", "Sub", "Mul", "Div", "Max", "Min", "Concat", "Where", "MatMul", "Sum", "Mean", "Einsum"}
@@ -67,7 +71,8 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
         role, axes = _role(graph, op_id, position, tensor)
         if role is not None:
             rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
-            result.append(StoredOperand(tensor, root, role, *rooted))
+            of_experts = op.type in _TAKES_ROWS and role in ("weight", "bias")
+            result.append(StoredOperand(tensor, root, role, *rooted, of_experts))
     return result
 
 
@@ -102,8 +107,11 @@ def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | 
         if rank < 2:
             return "constant", nowhere
         return "weight", (rank - 1, rank - 2) if position == 1 else (rank - 2, rank - 1)
-    if op.type in ("Gather", "GatherND", "GatherElements") and position == 0:
-        return "embedding", nowhere
+    if op.type in _TAKES_ROWS and position == 0:
+        stack = stack_of(graph, op_id)
+        if stack is not None:
+            return "weight", (stack.channel_axis, stack.input_axis)
+        return "bias" if takes_biases(graph, op_id) else "embedding", nowhere
     if op.type == "Add" and bias_of_add(graph, op_id) == tensor:
         return "bias", (0, None)
     if position in _STATISTICS.get(op.type, ()):

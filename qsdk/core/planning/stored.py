@@ -196,6 +196,10 @@ def _granularity(
     axis = operand.input_axis
     if block_size is not None and axis is not None and shape is not None and shape[axis] != 1:
         return PerBlock(axis, block_size)
+    if operand.of_experts and choice.per_channel and axis is not None and shape is not None:
+        length = shape[axis]
+        if isinstance(length, int):
+            return PerBlock(axis, length)  # a scale for each output channel of each expert
     if choice.per_channel and operand.channel_axis is not None:
         return PerChannel(operand.channel_axis)
     return PerTensor()
@@ -211,6 +215,8 @@ def _bias(
 ) -> Decision:
     if choice.bias.kind == "float":
         return _kept_float(bare, choice.bias)
+    if context.graph.ops[op].type in ("Gather", "GatherND"):
+        return replace(bare, reason="a bias of each expert, taken by its rows")
     head = context.groups[op].ops[0] if op in context.groups else op
     source = context.graph.ops[head].inputs[0]
     weight = next((o.root for o in context.operands[head] if o.role == "weight"), None)
