@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.patterns.experts import stacks_of
 from qsdk.core.planning.plan import Decision, Turns
 from qsdk.core.planning.turning import pair_places
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator
@@ -29,6 +30,7 @@ from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases
 from qsdk.core.sims.state import Methods
 from torch_bridge.prepare import run_example
 from torch_bridge.sim import QuantSim
+from torch_bridge.sites.experts import CountTokens
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.torch_values.parameters import find_stored, stored_tensor, to_float32
 from torch_bridge.training.training import eval_mode
@@ -215,12 +217,23 @@ def calibrate(
 def _observe(
     sim: QuantSim, data: Iterable[Any], observers: Observers, forward: Forward | None, progress: bool
 ) -> Statistics:
-    with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad():
+    tokens = CountTokens(stacks_of_experts(sim))
+    with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad(), tokens:
         for number, batch in progress_over(data, "calibrate", progress, skip_empty=False):
             feed(sim.model, batch, sim.example, forward, f"batch {number}")
             observers.end_batch(number)
             observers.statistics.end_batch()
+    sim.tokens_of_experts = {site: tuple(counts.tolist()) for site, counts in tokens.counts.items()}
     return observers.statistics
+
+
+def stacks_of_experts(sim: QuantSim) -> dict[str, Tensor]:
+    """Return the stored stacks of matrices of experts, by site."""
+    graph = sim.graph
+    roots = (graph.constant_root(graph.ops[index].inputs[0]) for index in stacks_of(graph))
+    sites = {graph.tensors[root].site for root in roots if root is not None}
+    stored = {site: find_stored(sim.model, site) for site in sites if site is not None}
+    return {site: stack for site, stack in stored.items() if stack is not None}
 
 
 def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.exact_sums import on_exact_sums, with_exact_sums
+from qsdk.core.numerics.spec import PerBlock
+from qsdk.core.patterns.experts import tokens_remark
 from qsdk.core.planning.plan import Plan, coverage_report
 from qsdk.core.report import Report
 from qsdk.core.sims.biases import OriginalBiases, with_reasons
@@ -84,6 +87,8 @@ class QuantSim(StatefulSim):
     documented = (*StatefulSim.documented, "model", "example", "not_exercised", "training", "parameter_groups")
     documented = (*documented, "unwrap", "float_phase", "captured", "quantizers")
     _frozen_values: frozenset[str] = frozenset()
+    #: site of a stack -> the tokens that each of its experts got in calibration
+    tokens_of_experts: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -163,13 +168,24 @@ class QuantSim(StatefulSim):
         """List every tensor: quantized, tied to another, or float and why."""
         only = self.runtime.only_training
         report = coverage_report(self.plan, not_exercised=self.not_exercised, dead=self._dead, only_training=only)
-        report = with_reasons(report, self.bias_remarks())
+        report = with_reasons(with_reasons(report, self.bias_remarks()), self._token_remarks())
         staying = reasons_to_stay_folded(self.model)
         notes = {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
         late = "float, because it came into the model after that was quantized"
         notes |= {f"{path} ({what})": late for path, what in foreign_modules(self.model).items()}
         facts = {"folded": len(self._folded), **self.methods.facts, **notes, **self.notes}
         return Report(report.title, report.rows, {**report.summary, **facts})
+
+    def _token_remarks(self) -> dict[str, str]:
+        """Return, by site of a stack, how many tokens of the calibration its experts got, and which got few."""
+        result = {}
+        for site, counts in self.tokens_of_experts.items():
+            spec = self.plan.decisions[site].spec
+            by = None if spec is None else spec.granularity
+            shape = self.plan.decisions[site].shape
+            inputs = shape[by.axis] if isinstance(by, PerBlock) and shape is not None else 1
+            result[site] = tokens_remark(counts, inputs if isinstance(inputs, int) else 1)
+        return result
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -171,7 +171,9 @@ def with_noise(model: ModelProto, outputs: Sequence[str], *, steps: bool = False
             nodes += _step_noise(node, float(seed), taken)
         for place, name in enumerate(node.output):
             tensor_type = types.get(name, ("", None))[0]
-            if tensor_type in _ROUNDING and node.op_type != "DequantizeLinear":
+            # a cast of whole numbers rounds nothing, and they may be numbers of experts
+            exactly = node.op_type == "Cast" and types.get(node.input[0], ("float32", None))[0] not in _ROUNDING
+            if tensor_type in _ROUNDING and node.op_type != "DequantizeLinear" and not exactly:
                 node.output[place] = exact = unique(f"{name}/exact", taken)
                 nodes += _noise(exact, name, tensor_type, float(seed), taken)
     replace_nodes(noisy.graph, nodes)

@@ -119,6 +119,7 @@ def _on_host(values: Any) -> Any:
 
 
 _ALL = GatherOptions()
+_UNROUTED = "no token is routed to it; with all_experts=True every token runs through all experts"
 
 
 def solve_layers(
@@ -169,6 +170,8 @@ def solve_layers(
                 for layer, problem, solved, seconds in results:
                     solution = _with_exact_sums(layer, _unless_codes_get_lost(layer, problem, solved))
                     _write(walk, layer, problem, solution, rounded)
+                    if layer.expert is not None and not problem.rows:
+                        solution = replace(solution, note=_UNROUTED)
                     rows[layer.site] = _row(layer.site, solution, seconds)
                     bar.log(error_before=solution.error_before, error_after=solution.error_after)
             bar.done(len(step.layers))

@@ -42,6 +42,12 @@ class WalkOptions(RunOptions, total=False):
     checkpoint: str | os.PathLike[str] | None
 
 
+class LayerOptions(WalkOptions, total=False):
+    """What verbs take that solve a problem for each layer, and so for each expert of a mixture."""
+
+    all_experts: bool
+
+
 @dataclass(frozen=True)
 class Run:
     """The shared options of one call of a verb, each as given, else as the block around it says."""
@@ -51,6 +57,7 @@ class Run:
     seed: int = 0
     max_memory: int | None = None
     checkpoint: str | os.PathLike[str] | None = None
+    all_experts: bool = False
 
 
 _DEFAULTS = Run()

@@ -15,7 +15,7 @@ from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.algorithms.solvers.rounding import BLOCK
 from qsdk.core.layers.layer_problem import Solver
 from qsdk.core.report import Report
-from qsdk.core.run_options import Run, WalkOptions, run_of
+from qsdk.core.run_options import LayerOptions, Run, run_of
 from qsdk.verbs.doors.choose import Sim, door_of
 
 _ALL = GatherOptions()
@@ -29,7 +29,7 @@ def seq_mse(
     loss: seq_mse_solver.LossName = "mse",
     refine: bool = True,
     shift_bias: bool = True,
-    **options: Unpack[WalkOptions],
+    **options: Unpack[LayerOptions],
 ) -> Report:
     """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
 
@@ -49,7 +49,9 @@ def seq_mse(
         shift_bias: whether biases absorb the mean error that their layer's new range leaves, behind its Relu, Clip or
             LeakyRelu where it has one (as `correct_bias`). Off where biases must stay.
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
-            solved layers, from which a second run continues.
+            solved layers, from which a second run continues. And `all_experts`: whether experts of a mixture that got
+            fewer tokens than they have inputs are solved with all tokens, for which each token runs through every
+            expert (the model computes what it does without).
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -88,7 +90,7 @@ def adaround(
     damping: float | None = None,
     shift_bias: bool = True,
     activation: bool = False,
-    **options: Unpack[WalkOptions],
+    **options: Unpack[LayerOptions],
 ) -> Report:
     """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
 
@@ -108,7 +110,9 @@ def adaround(
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
         activation: with `relaxed` alone: measure errors behind a layer's Relu, Clip or LeakyRelu, on sampled inputs.
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
-            solved layers, from which a second run continues.
+            solved layers, from which a second run continues. And `all_experts`: whether experts of a mixture that got
+            fewer tokens than they have inputs are solved with all tokens, for which each token runs through every
+            expert (the model computes what it does without).
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -147,7 +151,7 @@ def gptq(
     scales: gptq_solver.Scales = "search",
     sweeps: int = 1,
     shift_bias: bool = True,
-    **options: Unpack[WalkOptions],
+    **options: Unpack[LayerOptions],
 ) -> Report:
     """Round weights one input at a time; the remaining inputs make up for the error so far (Frantar et al. 2022, GPTQ).
 
@@ -162,7 +166,9 @@ def gptq(
         sweeps: of coordinate descent afterwards, at most; 0 for GPTQ alone.
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
-            solved layers, from which a second run continues.
+            solved layers, from which a second run continues. And `all_experts`: whether experts of a mixture that got
+            fewer tokens than they have inputs are solved with all tokens, for which each token runs through every
+            expert (the model computes what it does without).
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -204,7 +210,9 @@ def solve_each_layer(
     """Run a layer solver over a sim of either side; if it fails, the sim is unchanged."""
     with ExitStack() as stack:
         with ranks.telling_others():
-            walk, rounded = stack.enter_context(door_of(sim).layer_walk(data, run.forward, run.max_memory))
+            walk, rounded = stack.enter_context(
+                door_of(sim).layer_walk(data, run.forward, run.max_memory, all_experts=run.all_experts)
+            )
         ranks.require_same_layers([])
         return solve_layers(
             walk,

@@ -1,7 +1,7 @@
 """Mixtures of experts as they run: which rows of data each matrix of a stack multiplies, and routing to all of them."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -90,11 +90,13 @@ class CountTokens(TorchFunctionMode):
 
 
 @contextmanager
-def routing_to_all(model: nn.Module, stacks: Collection[str], chosen: dict[str, Tensor]) -> Iterator[None]:
+def routing_to_all(
+    model: nn.Module, stacks: Collection[str], note: Callable[[Sequence[str], Tensor], None]
+) -> Iterator[None]:
     """Route every token to all experts inside the block, with a weight of 0 where its router did not choose them.
 
-    So the model computes what it computed. `chosen` gets, by site of a stack, which tokens the router had chosen for
-    each expert in the last call, bool [tokens, experts].
+    So the model computes what it computed. `note` is called with the sites of a module's stacks and with what its
+    router has chosen, bool [tokens, experts].
 
     Experts are called as in transformers: with the tokens [T, K], the numbers of their experts [T, k], and weights.
     """
@@ -109,7 +111,7 @@ def routing_to_all(model: nn.Module, stacks: Collection[str], chosen: dict[str, 
             every = torch.arange(count, device=numbers.device).expand(len(tokens), count)
             spread = weights.new_zeros(len(tokens), count).scatter(1, numbers, weights)
             picked = torch.zeros(len(tokens), count, dtype=torch.bool, device=numbers.device).scatter(1, numbers, True)
-        chosen.update(dict.fromkeys(sites, picked))
+        note(sites, picked)
         given = (tokens, every.contiguous(), spread)
         return given[: len(args)], {**kwargs, **dict(zip(names, given[len(args) :], strict=True))}
 
@@ -118,10 +120,18 @@ def routing_to_all(model: nn.Module, stacks: Collection[str], chosen: dict[str, 
             module = model.get_submodule("" if owner == "self" else owner)
             count = len(getattr(module, sites[0].rpartition(":")[2]))
 
-            def before(
-                module: nn.Module, args: Any, kwargs: Any, sites: list[str] = sites, count: int = count
-            ) -> Any:
+            def before(module: nn.Module, args: Any, kwargs: Any, sites: list[str] = sites, count: int = count) -> Any:
                 return to_all(module, args, kwargs, sites, count)
 
             hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         yield
+
+
+def mark_unrouted(numbers: Tensor, routed: Tensor) -> Tensor:
+    """Return the numbers of experts by row, plus their count where the router had not chosen the expert for the token.
+
+    Rows are in order of the experts, or of the tokens; `routed` is bool [tokens, experts].
+    """
+    count = routed.shape[1]
+    in_order = bool((numbers.diff() >= 0).all())
+    return numbers + count * (~(routed.T if in_order else routed)).flatten().to(numbers)

@@ -56,11 +56,6 @@ def export_error(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
     if missing is not None:
         remedy = "compute it with other ops, or leave it out of the model"
-        if "grouped_mm" in missing[1]:
-            remedy = (
-                "it multiplies each token with the weights of its experts; call "
-                'model.set_experts_implementation("batched_mm") before you quantize a mixture of transformers'
-            )
         return ExportError(f"torch has no ONNX form for {_users_name(chain, missing[1])}{where}; {remedy}")
     if "data-dependent" in text:
         return ExportError(

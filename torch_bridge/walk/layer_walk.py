@@ -26,7 +26,7 @@ from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.sim import QuantSim
 from torch_bridge.sites.attention import multi_head_attention_forward
 from torch_bridge.sites.calls import Frame
-from torch_bridge.sites.experts import ExpertReads
+from torch_bridge.sites.experts import ExpertReads, mark_unrouted, routing_to_all
 from torch_bridge.sites.functional import op_name
 from torch_bridge.sites.recurrent import hidden_weight_inputs, run_recurrent
 from torch_bridge.torch_values.batches import Forward, progress_over, require_reiterable
@@ -382,7 +382,15 @@ def _as_float(x: Tensor) -> Tensor:
 class LayerWalk:
     """The walk over a sim's layers (`qsdk.core.layers.layer_problem.Walk`)."""
 
-    def __init__(self, sim: QuantSim, data: Iterable[Any], forward: Forward | None, max_memory: int | None) -> None:
+    def __init__(
+        self,
+        sim: QuantSim,
+        data: Iterable[Any],
+        forward: Forward | None,
+        max_memory: int | None,
+        *,
+        all_experts: bool = False,
+    ) -> None:
         """Find the layers; see `walk_layers`."""
         self._sim, self._data = sim, data
         self._pairs = ForwardPairs(sim, data, forward, max_memory)
@@ -398,6 +406,9 @@ class LayerWalk:
         self._repeated = {site for site, hooked in self._hooked.by_site.items() if hooked.repeated}
         stacks = {site: hooked for site, hooked in self._hooked.by_site.items() if hooked.experts}
         self._experts = SolvedExperts(self._weights, sim, {s: hooked.experts for s, hooked in stacks.items()})
+        self.tokens_of_experts: dict[str, tuple[int, ...]] = {}
+        self._to_all = list(stacks) if all_experts else []
+        self._routed: dict[tuple[PausedForward | None, str], Tensor] = {}
         self._solved: set[str] = set()
         self._done: set[str] = set()
 
@@ -450,6 +461,7 @@ class LayerWalk:
         """Run forwards of all batches up to their first layers; the walk ends with the block."""
         with (
             hooks_before_layers(self._sim, self._hooked, self._on_layer),
+            routing_to_all(self._sim.model, self._to_all, self._note_routed),
             self._pairs.started(self._weight_read_modes) as self._forwards,
         ):
             yield
@@ -464,9 +476,10 @@ class LayerWalk:
             elif (pairs := self._pairs_paused_at(site)) and self._hooked.by_site[site].experts:
                 self._solved.add(site)
                 for layer in self._hooked.by_site[site].experts:
-                    rows = partial(self._expert_inputs, pairs, layer.expert)
+                    rows = partial(self._expert_inputs, pairs, layer)
                     yield _Step([layer], [one.number for one, _ in pairs], rows)
                 self._experts.store(site)
+                self.tokens_of_experts[site] = self._tokens_of_experts(pairs)
                 pairs.clear()
             elif pairs:
                 sites = [name for name in self._hooked.group_of(site) if name not in self._solved]
@@ -490,6 +503,9 @@ class LayerWalk:
             if site == wanted:
                 inputs.append(x.clone())  # the pass goes on, and may write over it
             return
+        routed = self._routed.get((one, site))
+        if routed is not None and numbers is not None:
+            numbers = mark_unrouted(numbers, routed)
         layer_input = LayerInput.to(site, x, numbers)
         if site in self._done or any(
             layer_input.repeats(known) for known in self._inputs_given.get(one, ()) if known.site == site
@@ -497,6 +513,10 @@ class LayerWalk:
             return
         self._inputs_given.pop(one, None)
         self._pairs.pause(layer_input)
+
+    def _note_routed(self, sites: Sequence[str], routed: Tensor) -> None:
+        for site in sites:
+            self._routed[self._pairs.running, site] = routed
 
     def _next_site(self) -> str | None:
         """Return the first layer in the order of the graph before which a forward is paused."""
@@ -518,14 +538,27 @@ class LayerWalk:
                 x, x_quantized = (one.at.x.clone() if self._pairs.offloads else one.at.x for one in pair)
             yield x, self._rounded(pairs[0][0].at.site, x_quantized)
 
+    def _tokens_of_experts(self, pairs: Sequence[tuple[PausedForward, PausedForward]]) -> tuple[int, ...]:
+        """Return how many tokens the routers of the quantized model chose each expert of a stack for."""
+        count = len(self._hooked.by_site[pairs[0][1].at.site].experts)
+        counts = [torch.bincount(pair[1].at.numbers, minlength=count)[:count].cpu() for pair in pairs]
+        return tuple(torch.stack(counts).sum(0).tolist())
+
     def _expert_inputs(
-        self, pairs: Sequence[tuple[PausedForward, PausedForward]], number: int | None
+        self, pairs: Sequence[tuple[PausedForward, PausedForward]], layer: Layer
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rows of one expert, those of the quantized model twice: a float one may route other tokens to it."""
-        for pair in pairs:
+        """Yield the rows of one expert, those of the quantized model twice: a float one may route other tokens to it.
+
+        Where every token went through all experts, one to which fewer than it has inputs were routed gets all.
+        """
+        numbers = [pair[1].at.numbers for pair in pairs]
+        if sum(int((own == layer.expert).sum()) for own in numbers) < layer.layout.matrix_shape[2]:
+            count = len(self._hooked.by_site[pairs[0][1].at.site].experts)
+            numbers = [own % count for own in numbers]
+        for pair, own in zip(pairs, numbers, strict=True):
             with self._pairs.in_memory(*pair):
                 reached = pair[1].at
-                rows = reached.x.reshape(-1, reached.x.shape[-1])[reached.numbers == number].clone()
+                rows = reached.x.reshape(-1, reached.x.shape[-1])[own == layer.expert].clone()
             yield rows, rows
 
     def _all_calls(self, site: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -571,16 +604,23 @@ class LayerWalk:
 
 @contextmanager
 def walk_layers(
-    sim: QuantSim, data: Iterable[Any], *, forward: Forward | None = None, max_memory: int | None = None
+    sim: QuantSim,
+    data: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    max_memory: int | None = None,
+    all_experts: bool = False,
 ) -> Iterator[LayerWalk]:
     """Walk the layers of a sim in eval mode, with one pass in float and one quantized.
 
     The walk is a `qsdk.core.layers.layer_problem.Walk`. A layer that a batch calls several times costs one more pass of
     either kind, since its weight is one for all calls. Beyond `max_memory` bytes, tensors of paused forwards go to
-    temporary files. Whatever is raised, here or inside the block, the sim stays as it was.
+    temporary files. With `all_experts` every token runs through all experts of a mixture. Whatever is raised, here or
+    inside the block, the sim stays as it was.
     """
     _ = sim.encodings  # raises where a site has no encoding
     with sim.alone(), eval_mode(sim.model), torch.no_grad():
-        walk = LayerWalk(sim, data, forward, max_memory)
+        walk = LayerWalk(sim, data, forward, max_memory, all_experts=all_experts)
         with walk.started():
             yield walk
+        sim.tokens_of_experts = {**sim.tokens_of_experts, **walk.tokens_of_experts}

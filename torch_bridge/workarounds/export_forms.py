@@ -277,7 +277,7 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def is_grouped_product(func: Callable[..., Any]) -> bool:
-    """Return whether a function multiplies sorted rows with the matrix of their group: torch's, or transformers' own."""
+    """Return whether a function multiplies sorted rows with the matrix of their group, torch's or transformers' own."""
     return getattr(func, "__name__", "").strip("_").partition(".")[0] in _GROUPED
 
 

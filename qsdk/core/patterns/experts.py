@@ -1,6 +1,6 @@
 """Mixtures of experts: stacks of matrices, of which every row of data takes one, and the routers that choose it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsdk.core.graph.graph import Graph, Op
@@ -32,7 +32,7 @@ class Stack:
 def takes_rows(graph: Graph, op: Op) -> bool:
     """Return whether an op takes entries of its first input along the first axis, each by one number."""
     if op.type == "Gather":
-        return op.attributes.get("axis", 0) == 0
+        return bool(op.attributes.get("axis", 0) == 0)
     if op.type != "GatherND" or op.attributes.get("batch_dims", 0) != 0:
         return False
     shape = graph.shape_of(op.inputs[1])
@@ -67,7 +67,7 @@ def stacks_of(graph: Graph) -> Mapping[int, Stack]:
 
 
 def takes_biases(graph: Graph, op_id: int) -> bool:
-    """Return whether an op takes, for each row, the bias of its expert: an Add behind a product with a stack reads it."""
+    """Return whether an op takes, for each row, the bias of its expert, which an Add behind a product reads."""
     op = graph.ops[op_id]
     shape = graph.shape_of(op.inputs[0]) if op.inputs else None
     if shape is None or len(shape) != 2 or graph.constant_root(op.inputs[0]) is None or not takes_rows(graph, op):
@@ -165,3 +165,13 @@ def _computed_from(graph: Graph, head: int) -> set[int]:
         if read and read <= result:
             result.update(t for t in op.outputs if graph.tensors[t].is_float)
     return result
+
+
+def tokens_remark(counts: Sequence[int], inputs: int) -> str:
+    """Return in words how many tokens each expert got, and which got fewer than its matrix has inputs."""
+    few = [number for number, count in enumerate(counts) if count < inputs]
+    named = ", ".join(map(str, few[:8])) + (f" and {len(few) - 8} others" if len(few) > 8 else "")
+    found = f"{min(counts)} to {max(counts)} tokens for each of {len(counts)} experts"
+    return found + (
+        f"; fewer than {inputs}, its inputs, for {named}: give more data, or all_experts=True" if few else ""
+    )

@@ -114,7 +114,9 @@ class PlanningContext:
             self.operands[op] = operands_of(graph, op, group.roles)
         for index, made in enumerate(graph.ops):
             layer = any(o.role in ("weight", "embedding", "bias") for o in self.operands[index])
-            if made.outputs and all(t in self.steers and not (layer and (t in counted or t in chosen)) for t in made.outputs):
+            if made.outputs and all(
+                t in self.steers and not (layer and (t in counted or t in chosen)) for t in made.outputs
+            ):
                 self.operands[index] = []  # its stored operands stay float
 
     @cached_property

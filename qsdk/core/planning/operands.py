@@ -72,7 +72,7 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
         if role is not None:
             rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
             of_experts = op.type in _TAKES_ROWS and role in ("weight", "bias")
-            result.append(StoredOperand(tensor, root, role, *rooted, of_experts))
+            result.append(StoredOperand(tensor, root, role, rooted[0], rooted[1], of_experts))
     return result
 
 

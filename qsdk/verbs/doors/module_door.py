@@ -52,10 +52,10 @@ class ModuleDoor:
 
     @contextmanager
     def layer_walk(
-        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
+        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None, *, all_experts: bool = False
     ) -> Iterator[tuple[Walk, dict[str, Array]]]:
         """Open a layer walk, which undoes by itself what was written if it does not end."""
-        begun = layer_walk.walk_layers(self.sim, data, forward=forward, max_memory=max_memory)
+        begun = layer_walk.walk_layers(self.sim, data, forward=forward, max_memory=max_memory, all_experts=all_experts)
         with begun as walk, noting_shifts(self.sim) as rounded:
             yield walk, rounded
 

@@ -51,10 +51,12 @@ class OnnxDoor:
 
     @contextmanager
     def layer_walk(
-        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
+        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None, *, all_experts: bool = False
     ) -> Iterator[tuple[Walk, dict[str, Array]]]:
         """Open a layer walk under a snapshot of the sim, which costs nothing: it refers to the replaced tensors."""
         require_no_forward(forward)
+        if all_experts:
+            raise ConfigError("all_experts routes tokens in modules; quantize the nn.Module, or leave it out")
         begun = layer_walk.walk_layers(self.sim, data, max_memory=max_memory, progress=False)
         with put_back_on_error(self.sim, weights=True), noting_shifts(self.sim) as rounded, begun as walk:
             yield walk, rounded

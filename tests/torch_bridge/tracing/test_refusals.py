@@ -129,15 +129,6 @@ def test_a_cache_that_the_file_lacks_is_named_by_the_report_of_the_export(tmp_pa
     assert 'kv_cache="float32" or "int8" (--kv-cache)' in told
 
 
-@pytest.mark.slow
-def test_a_mixture_of_experts_is_told_which_form_of_it_has_a_file():
-    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).eval()
-    with pytest.raises(ExportError, match=r'no ONNX form for .*set_experts_implementation\("batched_mm"\)'):
-        quantize(model, {"input_ids": torch.arange(6)[None]}, w8a8())
-
-
 class Untranslatable(nn.Module):
     def __init__(self, function):
         super().__init__()
