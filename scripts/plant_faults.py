@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -296,7 +297,7 @@ class Planting:
             for function in functions:
                 code = function.__code__
                 function.__code__ = codes.get((code.co_qualname, code.co_firstlineno), code)
-            for item, following in zip(items, [*items[1:], None], strict=True):
+            for item, following in zip_longest(items, items[1:]):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if self.failed is not None:
                     break

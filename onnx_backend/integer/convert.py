@@ -67,6 +67,8 @@ class IntegerResult:
     constants: tuple[TensorProto, ...] = ()  # the constants that the operations read
     # name of a node or tensor of the Q/DQ model -> op type and name of the node that the user knows it by
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # the smallest and the largest value of tensors of `model`, as far as the lowering has proven them
+    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def integers(self) -> bool:
@@ -108,7 +110,8 @@ def convert(
         raise IntegerError(_message(refusals, source, target))
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
     operations = tuple(live(context.nodes, {info.name for info in source.graph.output}))
-    integer = _assembled(source, context, outputs, opset, used, target)
+    bounds = proven_bounds(context)
+    integer = _assembled(source, context, outputs, opset, used, target, bounds)
     require_integer_only(integer, edges=edges, kernels=used is not None, islands=context.floats)
     options = {"target": target, "edges": edges, "rounding": rounding}
     if used is not None:
@@ -116,7 +119,7 @@ def convert(
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
     report, constants = _report(integer, certificate, edges), tuple(context.initializers)
     known = origins(source.graph.node)
-    return IntegerResult(integer, certificate, report, context.sites, operations, constants, known)
+    return IntegerResult(integer, certificate, report, context.sites, operations, constants, known, bounds)
 
 
 def _opset(model: ModelProto) -> int:
@@ -205,6 +208,7 @@ def _assembled(
     opset: int,
     kernels: KernelChoice | None,
     target: str,
+    bounds: Mapping[str, tuple[int, int]],
 ) -> ModelProto:
     portable = target == "portable"
     graph = onnx.GraphProto()
@@ -227,7 +231,6 @@ def _assembled(
                 metadata[f"qsdk.{kind}.{info.name}.zero_point"] = str(point)
     ctx.code_shapes = {codes.name: ctx.shapes[site] for site, codes in ctx.sites.items() if site in ctx.shapes}
     exact: set[str] = set()
-    bounds = proven_bounds(ctx) if portable else {}
     results = {info.name for info in graph.output}
     graph.node.extend(expand(ctx, results, kernels, portable=exact if portable else None))
     used = {name for node in graph.node for name in node.input}

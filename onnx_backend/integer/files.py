@@ -137,7 +137,8 @@ def _measured(
     """Measure an integer-only model and write it with its companions."""
     edges, recorded = result.certificate["edges"], result.operations
     bar.now("run both models")
-    measured = measure(opened, result.model, inputs, edges=edges, reference=result.integers, operations=recorded)
+    exact, bounds = result.integers, result.bounds
+    measured = measure(opened, result.model, inputs, edges=edges, reference=exact, operations=recorded, bounds=bounds)
     bar.done()
     bar.now("compare each operation")
     parity = run_teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []

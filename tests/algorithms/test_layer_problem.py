@@ -231,6 +231,8 @@ def test_a_row_counts_as_often_as_it_stands_for(few: int) -> None:
     if found.x_quantized is not None and found.drifted is not None:
         h, linear = found.x_quantized.mT @ found.x_quantized, found.drifted.mT @ found.x_quantized
         drifts = found.drifted.square().sum(1)
+        assert found.roots is not None
+        torch.testing.assert_close(found.x_quantized.mT @ found.roots, 12 * wanted.mean_quantized)
     assert (found.h is None) == (few > 6)
     torch.testing.assert_close((h, linear, drifts), (wanted.h, wanted.linear, wanted.drifts))
 

@@ -274,9 +274,8 @@ def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequen
             place, axis = int(pinned[1]), int(pinned[2])
             raise fixed_axis_error(shapes[place].get(axis, ""), axis, inputs[place])
         named = size.sub(lambda place: shapes[int(place[1])].get(int(place[2]), place[0]), guard)
-        left, _, right = named.partition(" == ")
         # a guard on two axes is arithmetic that holds for any lengths the module takes
-        if len({place[0] for place in size.finditer(guard)}) == 1 and left != right:
+        if len({place[0] for place in size.finditer(guard)}) == 1:
             result.append(named)
     return list(dict.fromkeys(result))
 

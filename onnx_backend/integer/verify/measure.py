@@ -47,13 +47,14 @@ def measure(
     edges: str,
     reference: bool = True,
     operations: Sequence[Operation] = (),
+    bounds: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run an integer-only model, with the Q/DQ model it comes from where the edges are float, and compare the outputs.
 
     Return `max_lsb` (in steps of the output's scale), `differing` (the share of elements) and `reference_equal`: True,
     since an output that is not that of the NumPy reference raises, or None without the reference, which knows integers
     only. The certificate's row of every requantization in `operations` gets the largest magnitude of its accumulators
-    in the reference, as `accumulator_measured`; one beyond its proven bound raises too.
+    in the reference, as `accumulator_measured`; one beyond its proven bound raises too, as does any tensor of `bounds`.
     """
     names = [info.name for info in integer.graph.output]
     session = simulation_session(integer)
@@ -70,6 +71,7 @@ def measure(
     _require_equal(ours, expected, "ONNX Runtime and the integer reference", " or of the runtime")
     if reference:
         _note_accumulators([op for op in operations if isinstance(op, Requantization)], expected)
+        require_bounds(bounds, expected)
     if edges != "float":
         return {"max_lsb": None, "differing": None, "reference_equal": reference or None}
     tally = Tally("output")
@@ -112,6 +114,17 @@ def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mappi
                 f"{op.row['accumulator_bound']}; this is a defect of qsdk, and the model was not written"
             )
         op.row["accumulator_measured"] = largest
+
+
+def require_bounds(bounds: Mapping[str, tuple[int, int]], tensors: Mapping[str, Array]) -> None:
+    """Require integers within their proven bounds, on which the choice of types and of shifts relies."""
+    for name in bounds.keys() & tensors.keys():
+        (low, high), values = bounds[name], tensors[name]
+        if values.size and not low <= values.min() <= values.max() <= high:
+            raise IntegerError(
+                f"the integers of {name!r} reach {int(values.min())} to {int(values.max())} in the measurement, beyond "
+                f"their bounds {low} to {high}; this is a defect of qsdk, and the model was not written"
+            )
 
 
 def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any] | None) -> dict[str, Array]:

@@ -8,6 +8,7 @@ from onnx import TensorProto, checker, helper
 from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.values import FixedPoint
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.measure import require_bounds
 
 KINDS = {True: (TensorProto.INT32, np.int32), False: (TensorProto.INT64, np.int64)}
 
@@ -70,7 +71,9 @@ def integers_of(function, *arrays, bounds=None, scales=None, narrow=False, const
     nodes = [*ctx.nodes, helper.make_node("Identity", [found.name], ["y"])]
     feeds = {n: a.astype(dtype) for n, a in zip(names, arrays, strict=True)}
     model = _model(nodes, inputs, found, None, ctx.initializers)
-    integers = run_reference(model, feeds)["y"]
+    tensors = run_reference(model, feeds, every_tensor=True)
+    require_bounds(ctx.proven, tensors)
+    integers = tensors["y"]
     model = _model(nodes, inputs, found, integers.shape, ctx.initializers)
     checker.check_model(model, full_check=True)
     for level in LEVELS:

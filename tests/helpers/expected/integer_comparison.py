@@ -8,6 +8,7 @@ from onnx import ModelProto
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
+from onnx_backend.integer.verify.measure import require_bounds
 from qsdk import IntegerError
 
 ROUNDINGS = ("half_even", "half_up", "half_away", "gemmlowp")
@@ -25,12 +26,13 @@ def exact(product, shift, rounding):
 
 
 def compare(model: ModelProto, feeds, tolerance=0.002, **options):
-    """Convert; integer model == reference at every level, and within 1 LSB of the Q/DQ model, mostly 0."""
+    """Convert; integer model == reference at every level, in its bounds, within 1 LSB of the Q/DQ model, mostly 0."""
     before = model.SerializeToString()
     result = convert(model, **options)
     assert model.SerializeToString() == before
     assert integer_findings(result.model) == []
-    reference = run_reference(result.model, feeds)
+    reference = run_reference(result.model, feeds, every_tensor=True)
+    require_bounds(result.bounds, reference)
     simulated = simulate(model, feeds)
     for level in LEVELS:
         for name, found in run(result.model, feeds, level).items():

@@ -95,6 +95,9 @@ def test_a_wrong_bound_is_refused():
     words = rf"an accumulator of '{planted.label}' reaches \d+ in the measurement, beyond its bound of 1000"
     with pytest.raises(IntegerError, match=words):
         measure(model, result.model, inputs, edges="float", operations=result.operations)
+    narrowed = {name: (low, high // 64) for name, (low, high) in result.bounds.items()}
+    with pytest.raises(IntegerError, match=r"the integers of '.*' reach -?\d+ to \d+ in the measurement, beyond their"):
+        measure(model, result.model, inputs, edges="float", bounds=narrowed)
 
 
 def test_indices_of_the_measurement_lie_in_the_tables_that_they_reach_behind_choices_and_offsets():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_models import calibrated, seeded
+from walked import product
 
 from qsdk import DataError, QuantSim, w4a8
 from torch_bridge.torch_values.parameters import stored_tensor
@@ -102,6 +103,24 @@ def change(walk: LayerWalk, site: str) -> None:
     layer = next(layer for layer in walk.layers if layer.site == site)
     outputs = layer.layout.matrix_shape[0] * layer.layout.matrix_shape[1]
     walk.write(site, encoding=encoding, weight=found, bias_shift=torch.full((outputs,), 0.01) if layer.bias else None)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv2d(2, 4, (3, 2), padding="same", dilation=(3, 2), bias=False),
+        nn.Conv1d(2, 4, 3, padding="valid", stride=2, bias=False),
+        nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="circular", groups=2, bias=False),
+        nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2, bias=False),
+    ],
+    ids=["same", "valid", "circular", "transposed"],
+)
+def test_patches_of_the_input_times_the_weight_are_the_output(module: nn.Module) -> None:
+    x = seeded(2, module.in_channels, *[9] * len(module.kernel_size))
+    wanted = module.eval()(x).detach().flatten(2).mT.flatten(0, 1)
+    with walk_layers(calibrated(module, x, w4a8()), [x]) as walk:
+        found = torch.from_numpy(product(walk.layers[0], module.weight.detach().numpy(), x.numpy()))
+    torch.testing.assert_close(found.movedim(0, 1).flatten(1), wanted)
 
 
 @pytest.mark.slow
