@@ -104,7 +104,7 @@ def float_passes(path: Path, osim: Any, fed: Sequence[Any]) -> dict[str, Callabl
     @torch.no_grad()
     def in_torch() -> None:
         for batch in fed:
-            door_of(osim).visited_outputs(batch, lambda _, x: x, None, "the batch")
+            door_of(osim).visited_outputs(batch, lambda _, x: x, "the batch")
 
     return {
         "passes": lambda: [default.run(None, batch) for batch in fed],

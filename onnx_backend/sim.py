@@ -16,7 +16,7 @@ from onnx_backend.calibration.observe import SessionCache, observe
 from onnx_backend.calibration.stored_tensors import simulated_tensors, stored_names, stored_tensors
 from onnx_backend.lower import lower
 from onnx_backend.opening.encodings_of_file import adopted_plan, float_in_file, note_replaced_encodings, with_flags
-from onnx_backend.opening.from_float import Notes, OpenedFloat, Source, open_float, with_reasons_of_file
+from onnx_backend.opening.from_float import Notes, OpenedFloat, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.parity import parity
@@ -152,13 +152,6 @@ class OnnxSim(StatefulSim):
         self._changing = PerCopyLock()  # sessions are built from one state, and dropped with it
         self._spools: list[SharedFolder] = []  # of the simulation
         self.weights_folder: SharedFolder | None = None  # of large weights of a saved sim
-
-    @classmethod
-    def from_float(
-        cls, source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
-    ) -> "OnnxSim":
-        """Plan the quantization of a float ONNX model; see `open_float` for the arguments and what it raises."""
-        return cls.from_opened_float(open_float(source, config, example, fold_batch_norm=fold_batch_norm), config)
 
     @classmethod
     def from_opened_float(cls, opened: OpenedFloat, config: QuantConfig) -> "OnnxSim":

@@ -101,14 +101,6 @@ class OpenVinoRunner:
         except Exception as error:
             raise ModelError(f"{self.title} cannot compile the model: {_in_short(error)}") from error
 
-    def precisions(self) -> list[tuple[str, str, str]]:
-        """Return name, type and precision of every layer that the plug-in runs, after its fusions."""
-        found = []
-        for layer in self.compiled.get_runtime_model().get_ops():
-            facts = layer.get_rt_info()
-            found.append((layer.get_friendly_name(), _text(facts["layerType"]), _text(facts["runtimePrecision"])))
-        return found
-
 
 def _text(value: Any) -> str:
     return str(value.astype(str) if hasattr(value, "astype") else value)

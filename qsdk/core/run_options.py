@@ -60,8 +60,8 @@ class Run:
     all_experts: bool = False
 
 
-_DEFAULTS = Run()
-_IN_FORCE: ContextVar[Run] = ContextVar("options", default=_DEFAULTS)
+DEFAULTS = Run()
+_IN_FORCE: ContextVar[Run] = ContextVar("options", default=DEFAULTS)
 
 
 @contextmanager

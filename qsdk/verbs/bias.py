@@ -20,7 +20,7 @@ from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import ChannelStatistics, merge
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, Forward, Run, WalkOptions, run_of
+from qsdk.core.run_options import DataOptions, Run, WalkOptions, run_of
 from qsdk.core.sims.biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts, with_notes
 from qsdk.core.sims.state import SimState, put_back_on_error, require_frozen_values
 from qsdk.core.sims.stateful import require_sim
@@ -106,7 +106,7 @@ def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Rep
         sim, held_back.others(), bias.solve, _TITLE, verb="correct_bias", gathers=_GATHERS, run=run
     )
     sim.restore(replace(before, stored=None))
-    return _keep_if_better(sim, before, report, held_back.batches, run.forward)
+    return _keep_if_better(sim, before, report, held_back.batches, run)
 
 
 def _with_frozen_biases(sim: Sim) -> set[str]:
@@ -115,9 +115,7 @@ def _with_frozen_biases(sim: Sim) -> set[str]:
     return {layer.site for layer in layers if layer.bias in sim.frozen_values}
 
 
-def _keep_if_better(
-    sim: Sim, before: SimState, report: Report, batches: Sequence[Any], forward: Forward | None
-) -> Report:
+def _keep_if_better(sim: Sim, before: SimState, report: Report, batches: Sequence[Any], run: Run) -> Report:
     """Keep the corrections if they bring the model's outputs nearer to the float model's, else undo them.
 
     Only biases were changed since `before`, which holds the weights.
@@ -126,12 +124,12 @@ def _keep_if_better(
     sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
     corrected = {site: values.copy() for site, values in sim.stored_floats(sites).items()}
     known = dict(sim.original_biases)
-    door = door_of(sim)
-    after = list(door.outputs(batches, forward, in_float=False))
+    door = door_of(sim, run)
+    after = list(door.outputs(batches, in_float=False))
     sim.store_floats(float_biases(sim))
-    exact = list(door.outputs(batches, forward, in_float=True))
+    exact = list(door.outputs(batches, in_float=True))
     sim.restore(before)
-    untouched = list(door.outputs(batches, forward, in_float=False))
+    untouched = list(door.outputs(batches, in_float=False))
     errors = [output_error(exact, outputs) for outputs in (untouched, after)]
     kept = errors[0] is None or errors[1] is None or errors[1] <= errors[0]
     if kept:
@@ -267,10 +265,10 @@ def reestimate_batch_norm(
         '0'
     """
     run = run_of(reestimate_batch_norm, options)
-    door, start = door_of(sim), time.perf_counter()
+    door, start = door_of(sim, run), time.perf_counter()
     _ = sim.encodings  # a missing calibration is reported before the data is used up
     with require_frozen_values(sim):
-        rows, float_seconds = door.reestimate_batch_norm(data, _together, run.forward, run.progress)
+        rows, float_seconds = door.reestimate_batch_norm(data, _together)
     spent = time.perf_counter() - start
     left = sum(row["error_after"] is None for row in rows)
     passes = spent / float_seconds if float_seconds else None

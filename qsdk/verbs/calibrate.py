@@ -143,8 +143,8 @@ def calibrate(
         3
     """
     run = run_of(calibrate, options)
-    door = door_of(sim)
+    door = door_of(sim, run)
     batches = first_batches(data, max_batches)
     methods: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
     with without_shifts(sim):
-        return door.calibrate(batches, run.forward, progress=run.progress, gather=all_gather, **methods)
+        return door.calibrate(batches, gather=all_gather, **methods)

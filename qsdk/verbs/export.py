@@ -22,7 +22,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.ties import cache_edges
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, require_keywords, run_of
+from qsdk.core.run_options import DataOptions, Run, require_keywords, run_of
 from qsdk.core.sims.biases import with_notes
 from qsdk.verbs.doors.choose import Door, Sim, door_of
 from qsdk.verbs.genai import write_folder_for_genai
@@ -162,8 +162,8 @@ def check_parity(
         0.0
     """
     run = run_of(check_parity, options)
-    door, opened = door_of(sim), opened_qdq(model)
-    report = door.check_parity(opened, data, run.forward, run.progress, runtime)
+    opened = opened_qdq(model)
+    report = door_of(sim, run).check_parity(opened, data, runtime)
     if runtime not in (None, "onnxruntime"):
         return report
     return with_overflow(report, opened, in_session=runtime is not None)
@@ -173,7 +173,7 @@ def write_onnx(
     sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], options: Mapping[str, Any]
 ) -> Report:
     """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX."""
-    door, cache = door_of(sim), options["cache"]
+    door, cache = door_of(sim, Run(progress=False)), options["cache"]
     if cache not in ("float", "integer", None):
         raise ConfigError(f"cache={cache!r} is unknown; choose 'float', 'integer', or None for that of an opened file")
     traced = door.traced()
@@ -218,7 +218,7 @@ def _check(door: Door, opened: dict[str, Opened], strict: bool, file: StagedMode
     """Open a file that is about to be written as a user does, and note what that says."""
 
     def parity(model: ModelProto, batch: Any) -> Report:
-        return door.check_parity(model, [batch], None, False, "onnxruntime")
+        return door.check_parity(model, [batch], "onnxruntime")
 
     opened[file.path.name] = check_written(file, lambda: door.run_example(file.model), parity, strict=strict)
 

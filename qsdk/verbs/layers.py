@@ -210,9 +210,7 @@ def solve_each_layer(
     """Run a layer solver over a sim of either side; if it fails, the sim is unchanged."""
     with ExitStack() as stack:
         with ranks.telling_others():
-            walk, rounded = stack.enter_context(
-                door_of(sim).layer_walk(data, run.forward, run.max_memory, all_experts=run.all_experts)
-            )
+            walk, rounded = stack.enter_context(door_of(sim, run).layer_walk(data))
         ranks.require_same_layers([])
         return solve_layers(
             walk,

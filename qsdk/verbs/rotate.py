@@ -307,7 +307,7 @@ def samples_of(
     def look(site: str, x: npt.NDArray[Any]) -> None:
         samplers[site].add(np.asarray(x, np.float32).reshape(-1, x.shape[-1]))
 
-    door_of(sim).visit(data, look, title="rotation", sites=samplers, forward=run.forward, progress=run.progress)
+    door_of(sim, run).visit(data, look, title="rotation", sites=samplers)
     stored = door_of(sim).stored_values()
     result = []
     for group in groups:

@@ -32,7 +32,7 @@ from qsdk.core.channel_maps.search import (
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, Forward, run_of
+from qsdk.core.run_options import DataOptions, Run, run_of
 from qsdk.core.sims.biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
@@ -95,12 +95,10 @@ def equalize(
         numbers = range(len(scalings.groups))
         before = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         taken = equalizing.equalize(scalings, iterations)
-        biases, absorbed, looked = _absorbed(
-            sim, scalings, data, absorb_bias, forward=run.forward, progress=run.progress
-        )
+        biases, absorbed, looked = _absorbed(sim, scalings, data, absorb_bias, run)
         after = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         door_of(sim).unbind(opened)
-        passes = looked + _write(sim, scalings, biases, data, forward=run.forward, progress=run.progress)
+        passes = looked + _write(sim, scalings, biases, data, run)
         columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
         rows = [row(scalings.groups[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
         facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
@@ -162,7 +160,7 @@ def smooth_quant(
     def search(seen: ObservedGroups, number: int) -> FactorChoice:
         return search_smooth_quant(seen, number, alphas)
 
-    return _searched(sim, data, "SmoothQuant", search, lambda group: "", forward=run.forward, progress=run.progress)
+    return _searched(sim, data, run, "SmoothQuant", search, lambda group: "")
 
 
 @same_on_ranks
@@ -212,29 +210,27 @@ def awq(
         return search_awq(seen, number, grid)
 
     last = _clip if clip else None
-    return _searched(sim, data, "AWQ", search, _without_layers, last, forward=run.forward, progress=run.progress)
+    return _searched(sim, data, run, "AWQ", search, _without_layers, last)
 
 
 def _searched(
     sim: Sim,
     data: Iterable[Any],
+    run: Run,
     title: str,
     search: Callable[[ObservedGroups, int], FactorChoice],
     unfit: Callable[[ScaleGroup], str],
     last: Callable[[Sim, ObservedGroups], dict[str, Any]] | None = None,
-    *,
-    forward: Forward | None,
-    progress: bool,
 ) -> Report:
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
         scalings, blocked = _scalings(sim, door_of(sim).running_graph(), unfit)
         observers = observers_for(scalings.groups, sim.graph)
-        _observe(sim, data, observers, forward=forward, progress=progress)
+        _observe(sim, data, observers, run)
         blocks = {s: d.input_block for s, d in sim.plan.decisions.items() if d.input_block is not None}
         seen = ObservedGroups(scalings, observers, specs_of(sim.plan), blocks)
         rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.groups))]
-        passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
+        passes = 1 + _write(sim, scalings, {}, data, run)
         facts = {"float_passes": passes} | (last(sim, seen) if last is not None else {})
         return _report(title, rows, blocked, sim, started, facts)
 
@@ -267,7 +263,7 @@ def _clip(sim: Sim, seen: ObservedGroups) -> dict[str, Any]:
 
 
 def _absorbed(
-    sim: Sim, scalings: Scalings, data: Iterable[Any] | None, wanted: bool, *, forward: Forward | None, progress: bool
+    sim: Sim, scalings: Scalings, data: Iterable[Any] | None, wanted: bool, run: Run
 ) -> tuple[dict[int, FloatArray], list[int], int]:
     """Return new biases by tensor id, the number of lowered channels of each group, and the passes it took."""
     graph = scalings.graph
@@ -277,7 +273,7 @@ def _absorbed(
     fit = [n for n, group in enumerate(scalings.groups) if wanted and not equalizing.absorption_obstacle(graph, group)]
     if data is not None and fit:
         observers = observers_for([scalings.groups[n] for n in fit], graph)
-        _observe(sim, data, observers, forward=forward, progress=progress)
+        _observe(sim, data, observers, run)
     for number in fit:
         group = scalings.groups[number]
         by = equalizing.activation_minimum(group, graph, observers, sim.folded_norms) / scalings.factors[number]
@@ -321,24 +317,12 @@ def _without_layers(group: ScaleGroup) -> str:
     return "" if any(end.linear for end in group.consumers) else "no weight is multiplied with it"
 
 
-def _observe(
-    sim: Sim, data: Iterable[Any], observers: Mapping[int, ChannelObserver], *, forward: Forward | None, progress: bool
-) -> None:
+def _observe(sim: Sim, data: Iterable[Any], observers: Mapping[int, ChannelObserver], run: Run) -> None:
     by_site = {sim.graph.tensors[tensor].site or "": observer for tensor, observer in observers.items()}
-    door_of(sim).visit(
-        data, lambda site, x: by_site[site].add(x), title="scaling", sites=by_site, forward=forward, progress=progress
-    )
+    door_of(sim, run).visit(data, lambda site, x: by_site[site].add(x), title="scaling", sites=by_site)
 
 
-def _write(
-    sim: Sim,
-    scalings: Scalings,
-    biases: Mapping[int, FloatArray],
-    data: Iterable[Any] | None,
-    *,
-    forward: Forward | None,
-    progress: bool,
-) -> int:
+def _write(sim: Sim, scalings: Scalings, biases: Mapping[int, FloatArray], data: Iterable[Any] | None, run: Run) -> int:
     """Store the scaled tensors, and calibrate a calibrated sim again; return the number of passes."""
     calibrated, tensors = any(sim.ready().values()), sim.graph.tensors
     values = {tensors[root].name: scalings.value(root) for root in scalings.changed()}
@@ -348,7 +332,7 @@ def _write(
     if not calibrated:
         return 0
     batches = [] if data is None else data
-    calibrate(sim, batches, **sim.methods.options, forward=forward, progress=progress)
+    calibrate(sim, batches, **sim.methods.options, forward=run.forward, progress=run.progress)
     return 1 if sim.plan.calibrated_sites() else 0
 
 

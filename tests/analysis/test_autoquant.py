@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from fragile_net import FragileNet, fragile_net
 from torch import nn
 
 import qsdk
@@ -17,23 +18,9 @@ IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 BATCHES = list(IMAGES[:32].split(8))
 
 
-class Net(nn.Module):
-    """One of its layers, `fragile`, holds two weights far apart, which four bits cannot serve."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.fragile, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)
-        with torch.no_grad():
-            self.fragile.weight[:, 0, 0, 0] = 4.0
-
-    def forward(self, x):
-        return self.last(self.fragile(self.first(x).relu()).relu())
-
-
 @pytest.fixture(scope="module")
-def model() -> Net:
-    torch.manual_seed(0)
-    return Net().eval()
+def model() -> FragileNet:
+    return fragile_net(16)
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,6 @@ def test_gradients_where_the_model_forbids_them_leave_nothing_in_it():
     def tapped(_, x):
         return x if x.requires_grad else x.detach().requires_grad_()
 
-    (y,) = door_of(sim).visited_outputs(batches[0], tapped, None, "batch 0", everywhere=True)
+    (y,) = door_of(sim).visited_outputs(batches[0], tapped, "batch 0", everywhere=True)
     assert y.requires_grad
     assert not any(tensor.requires_grad for tensor in sim.model.buffers())

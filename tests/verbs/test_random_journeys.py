@@ -1,10 +1,8 @@
 """Whole journeys of random networks at both doors, each with a random config: nothing breaks, nothing differs."""
 
-import logging
 import random
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from compared_plans import compare_plans
+from quiet import quiet  # noqa: F401  # a fixture
 from random_networks import RandomNetwork, random_network
 from torch import Tensor
 from torch_models import seeded
@@ -47,18 +46,6 @@ IN_CI, NIGHTLY = range(1), range(1, 64)
 METHODS = ["min_max", "percentile", "mse", "tf_enhanced", "entropy"]
 OP_TYPES = ["Conv", "Gemm", "MatMul", "Add", "Mul", "Concat", "Relu", "Softmax", "LayerNormalization"]
 CHANGES = [{"weight": "int4"}, {"activation": "uint16"}, {"dtype": "float16"}, {"dtype": "float32"}]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """One thread, since the networks are tiny; and no words of the exporter about packages that are not installed."""
-    threads, logger = torch.get_num_threads(), logging.getLogger("torch.onnx")
-    level = logger.level
-    torch.set_num_threads(1)
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ class Fold:
         eps: of the BatchNorm.
         kind: `linear`, `conv` or `conv_transpose`, which decides on the axis of the output channels.
         groups: of the layer.
-        had_bias: whether the layer had a bias of its own.
     """
 
     norm: str
@@ -53,7 +52,6 @@ class Fold:
     eps: float
     kind: str
     groups: int
-    had_bias: bool
 
     @property
     def has_own_forward(self) -> bool:
@@ -71,7 +69,7 @@ def fold_of(norm_op: str, norm: nn.Module, op: str, layer: nn.Module, *, before:
     eps = norm.eps
     assert isinstance(eps, float)
     norm_path = norm_op.partition("/")[0]
-    return Fold(norm_path, norm_op, layer_path, op, before, eps, kind, groups, layer.bias is not None)
+    return Fold(norm_path, norm_op, layer_path, op, before, eps, kind, groups)
 
 
 def reason_not_to_fold(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:

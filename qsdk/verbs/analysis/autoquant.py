@@ -269,7 +269,7 @@ class _Path:
     def float_pass(self) -> float:
         """Return the seconds of processor time that the float model takes for the data."""
         started = time.process_time()
-        for _ in door_of(self.sim).outputs(self.data, self.run.forward, in_float=True):
+        for _ in door_of(self.sim, self.run).outputs(self.data, in_float=True):
             pass
         return max(time.process_time() - started, 1e-9)
 

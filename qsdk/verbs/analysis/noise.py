@@ -20,7 +20,7 @@ from qsdk.core.channel_maps.rotation_groups import cached_tensors
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.run_options import Forward, Run
+from qsdk.core.run_options import Run
 from qsdk.core.site import owner_of
 from qsdk.progress import bar, over_batches
 from qsdk.verbs.doors.choose import Door, Sim, door_of
@@ -271,7 +271,7 @@ def estimate_noise(sim: Sim, data: Iterable[Any], run: Run) -> tuple[OutputNoise
 
     None where the model has no gradients.
     """
-    door, noise, weights = door_of(sim), OutputNoise(), OutputWeights()
+    door, noise, weights = door_of(sim, run), OutputNoise(), OutputWeights()
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
     weights_alone = {site for site in stored if sim.plan.decisions[site].kind == "weight"}
@@ -279,28 +279,23 @@ def estimate_noise(sim: Sim, data: Iterable[Any], run: Run) -> tuple[OutputNoise
     kept: list[tuple[Any, FloatArrays]] = []
     ways = [(whole, *way) for whole in (False, True) for way in ((True, True), (True, False), (False, False))]
     for sample in sampled(_batches(data, run.progress), sim.plan):
-        probed = _probed(door, sample, probe, weights, run.forward, ways)
+        probed = _probed(door, sample, probe, weights, ways)
         if probed is None:
             return None
         used, in_float = probed
         noise.signal += weights.power(in_float)
         noise.samples += row_count(used)
         noise.samples_given += sample.samples
-        (quantized,) = door.outputs([used], run.forward, in_float=False)
+        (quantized,) = door.outputs([used], in_float=False)
         noise.all_quantized += weights.power_of_changes([quantized], [in_float])
         kept += [(used, quantized)] if len(kept) < _COMPARED else []
-    _compare_with_given(sim, noise, weights, kept, run.forward)
+    _compare_with_given(door, noise, weights, kept)
     noise.alone, noise.variance, noise.silent = probe.noise, probe.variance, weights.silent
     return noise, probe.unknown(), [used for used, _ in kept]
 
 
 def _probed(
-    door: Door,
-    sample: Sampled,
-    probe: NoiseProbe,
-    weights: OutputWeights,
-    forward: Forward | None,
-    ways: list[tuple[bool, bool, bool]],
+    door: Door, sample: Sampled, probe: NoiseProbe, weights: OutputWeights, ways: list[tuple[bool, bool, bool]]
 ) -> tuple[Any, FloatArrays] | None:
     """Return the rows of a sample that the model takes, and its outputs in float; None where it has no gradients.
 
@@ -314,7 +309,7 @@ def _probed(
         used = sample.batch if whole else sample.used
         try:
             with probe.watch(row_count(used) * sample.passes, carries=carries):
-                outputs = door.visited_outputs(used, probe.visit, forward, where, everywhere=everywhere)
+                outputs = door.visited_outputs(used, probe.visit, where, everywhere=everywhere)
             if outputs is None or not any(y.requires_grad for y in outputs):
                 return None
             in_float = [y.detach().float().cpu().numpy() for y in outputs]
@@ -330,14 +325,10 @@ def _probed(
 
 
 def _compare_with_given(
-    sim: Sim,
-    noise: OutputNoise,
-    weights: OutputWeights,
-    kept: Sequence[tuple[Any, FloatArrays]],
-    forward: Forward | None,
+    door: Door, noise: OutputNoise, weights: OutputWeights, kept: Sequence[tuple[Any, FloatArrays]]
 ) -> None:
     """Count the noise of everything from the model as it was given, where verbs have changed stored values since."""
-    given = outputs_as_given(sim, [batch for batch, _ in kept], forward)
+    given = outputs_as_given(door, [batch for batch, _ in kept])
     signal = 0.0 if given is None else sum(weights.power(outputs) for outputs in given)
     if given is not None and signal > 0.0:
         changes = weights.power_of_changes([quantized for _, quantized in kept], given)
@@ -358,10 +349,10 @@ def measure_noise(
 
     With `reverse` also with all but the layer quantized. An estimate that is `known` is filled in, in its own units.
     """
-    door, weights = door_of(sim), OutputWeights()
+    door, weights = door_of(sim, run), OutputWeights()
     batches = [batch for _, batch in _batches(data, progress=False)]
     rows = sum(map(row_count, batches))
-    in_float = list(door.outputs(batches, run.forward, in_float=True))
+    in_float = list(door.outputs(batches, in_float=True))
     weights.learn(in_float)
     signal = sum(weights.power(outputs) for outputs in in_float)
     noise = OutputNoise(signal, silent=weights.silent, samples=rows, samples_given=rows) if known is None else known
@@ -370,10 +361,10 @@ def measure_noise(
 
     def with_only(sites: Iterable[str], exact: Sequence[FloatArrays] = in_float) -> float:
         with door.quantizing_only(frozenset(sites)):
-            return unit * weights.power_of_changes(door.outputs(batches, run.forward, in_float=False), exact)
+            return unit * weights.power_of_changes(door.outputs(batches, in_float=False), exact)
 
     if known is None:
-        given = outputs_as_given(sim, batches, run.forward) or in_float
+        given = outputs_as_given(door, batches) or in_float
         noise.all_quantized = with_only(every, given) * signal / (sum(map(weights.power, given)) or 1.0)
     for layer in bar(layers, desc="sensitivity", unit="layer", disable=not run.progress, leave=False):
         noise.alone |= dict.fromkeys(layer.sites, 0.0) | {layer.sites[0]: with_only(layer.sites)}
@@ -427,24 +418,22 @@ def rounded_facts(sim: Sim) -> dict[str, Any]:
     return {"rounded": found, "remark": remark}
 
 
-def outputs_as_given(
-    sim: Sim, batches: Iterable[Any], forward: Forward | None
-) -> list[Sequence[npt.NDArray[np.float32]]] | None:
+def outputs_as_given(door: Door, batches: Iterable[Any]) -> list[Sequence[npt.NDArray[np.float32]]] | None:
     """Return the float outputs of the model as the user gave it; None where no verb has changed a stored value since.
 
     Keys and values that go into a cache are those of the float model as it is now: a rotation may have turned them, and
     the difference would be no noise.
     """
-    door, batches = door_of(sim), list(batches)
+    batches, graph = list(batches), door.sim.graph
     given: list[Sequence[npt.NDArray[np.float32]]] = []
     with door.as_given() as moved:
         if not moved:
             return None
-        given += door.outputs(batches, forward, in_float=True)
-    cached = cached_tensors(sim.graph)
-    floats = [tensor for tensor in sim.graph.outputs if sim.graph.tensors[tensor].is_float]
+        given += door.outputs(batches, in_float=True)
+    cached = cached_tensors(graph)
+    floats = [tensor for tensor in graph.outputs if graph.tensors[tensor].is_float]
     handed_on = {place for place, tensor in enumerate(floats) if tensor in cached}
     if handed_on:
-        for index, now in enumerate(door.outputs(batches, forward, in_float=True)):
+        for index, now in enumerate(door.outputs(batches, in_float=True)):
             given[index] = [new if at in handed_on else given[index][at] for at, new in enumerate(now)]
     return given

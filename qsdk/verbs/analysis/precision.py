@@ -128,8 +128,7 @@ def _ranked(sim: Sim, data: Iterable[Any], run: Run) -> tuple[dict[str, SiteSamp
     batches = list(data) if isinstance(data, Iterator) else data
     _ = sim.encodings  # a missing calibration is reported before the data is used up
     samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
-    shared: dict[str, Any] = {"forward": run.forward, "progress": run.progress}
-    door_of(sim).visit(batches, lambda site, x: samples[site].add(x), title="sample", **shared)
+    door_of(sim, run).visit(batches, lambda site, x: samples[site].add(x), title="sample")
     layers = layers_of(sim.plan)
     found, _ = noise_of_layers(sim, batches, layers, run)
     if found.signal > 0.0:

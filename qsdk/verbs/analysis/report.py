@@ -209,8 +209,8 @@ def _how(sensitivity: Report) -> str:
 def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:
     """Return the SQNR of a sim's outputs against those of another model in float."""
     weights, noise, signal = OutputWeights(), 0.0, 0.0
-    ours = door_of(sim).outputs(data, None, in_float=False)
-    for left, right in zip(ours, door_of(in_float).outputs(data, None, in_float=True), strict=True):
+    ours = door_of(sim).outputs(data, in_float=False)
+    for left, right in zip(ours, door_of(in_float).outputs(data, in_float=True), strict=True):
         if [np.shape(y) for y in left] != [np.shape(y) for y in right]:
             raise ModelError("float_model has other outputs than the quantized model; give the one it was made from")
         weights.learn([right])

@@ -24,7 +24,7 @@ from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
-from qsdk.core.run_options import Forward
+from qsdk.core.run_options import Run
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.site import owner_of, without_calls
 from torch_bridge import calibrate, data_passes, stored_weights
@@ -38,24 +38,23 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ModuleDoor:
-    """The door of a sim of an nn.Module.
-
-    `forward` is for modules: at the ONNX side it is a ConfigError. Data that does not fit the model is a DataError.
-    """
+    """The door of a sim of an nn.Module. Data that does not fit the model is a DataError."""
 
     sim: QuantSim
+    run: Run
 
-    def calibrate(self, data: Iterable[Any], forward: Forward | None, **options: Any) -> Report:
+    def calibrate(self, data: Iterable[Any], **options: Any) -> Report:
         """Calibrate, without another thread running the model."""
         with self.sim.alone():
-            return calibrate.calibrate(self.sim, data, forward=forward, **options)
+            return calibrate.calibrate(self.sim, data, forward=self.run.forward, progress=self.run.progress, **options)
 
     @contextmanager
-    def layer_walk(
-        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None, *, all_experts: bool = False
-    ) -> Iterator[tuple[Walk, dict[str, Array]]]:
+    def layer_walk(self, data: Iterable[Any]) -> Iterator[tuple[Walk, dict[str, Array]]]:
         """Open a layer walk, which undoes by itself what was written if it does not end."""
-        begun = layer_walk.walk_layers(self.sim, data, forward=forward, max_memory=max_memory, all_experts=all_experts)
+        run = self.run
+        begun = layer_walk.walk_layers(
+            self.sim, data, forward=run.forward, max_memory=run.max_memory, all_experts=run.all_experts
+        )
         with begun as walk, noting_shifts(self.sim) as rounded:
             yield walk, rounded
 
@@ -66,17 +65,14 @@ class ModuleDoor:
         *,
         title: str,
         sites: Collection[str] | None = None,
-        forward: Forward | None,
-        progress: bool,
     ) -> None:
         """Run the float model over the data and pass the values at computed sites (None: all) to `each`."""
-        data_passes.visit_sites(self.sim, data, each, title=title, sites=sites, forward=forward, progress=progress)
+        shared: dict[str, Any] = {"forward": self.run.forward, "progress": self.run.progress}
+        data_passes.visit_sites(self.sim, data, each, title=title, sites=sites, **shared)
 
-    def outputs(
-        self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
-    ) -> Iterator[list[npt.NDArray[np.float32]]]:
+    def outputs(self, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
         """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
-        return data_passes.outputs(self.sim, batches, forward, in_float=in_float)
+        return data_passes.outputs(self.sim, batches, self.run.forward, in_float=in_float)
 
     @contextmanager
     def quantizing_only(self, sites: Collection[str]) -> Iterator[None]:
@@ -91,16 +87,10 @@ class ModuleDoor:
             yield
 
     def visited_outputs(
-        self,
-        batch: Any,
-        visitor: Callable[[str, Tensor], Tensor],
-        forward: Forward | None,
-        where: str,
-        *,
-        everywhere: bool = False,
+        self, batch: Any, visitor: Callable[[str, Tensor], Tensor], where: str, *, everywhere: bool = False
     ) -> list[Tensor] | None:
         """Return the floating outputs of the float model, with gradients, whose sites all go through `visitor`."""
-        return data_passes.visit_tensors(self.sim, batch, visitor, forward, where, everywhere=everywhere)
+        return data_passes.visit_tensors(self.sim, batch, visitor, self.run.forward, where, everywhere=everywhere)
 
     def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
         """Return a function of (site, values): the values on its grid; None where float, or on it already."""
@@ -136,13 +126,14 @@ class ModuleDoor:
         """Replace ReLU6 modules by ReLU."""
         layers.remove_bounds(self.sim.model, {without_calls(owner_of(site)) for site in sites})
 
-    def reestimate_batch_norm(
-        self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
-    ) -> tuple[list[dict[str, Any]], float]:
+    def reestimate_batch_norm(self, data: Iterable[Any], together: Together) -> tuple[list[dict[str, Any]], float]:
         """Set the statistics of BatchNorms to those of their inputs; return a row of each, and the seconds in float."""
         with batch_norm_statistics.put_back_on_error(self.sim):
             batch_norm_statistics.same_everywhere(self.sim, lambda own: ranks.all_gather(own)[0])
-            result = batch_norm_statistics.reestimate(self.sim, data, together, forward=forward, progress=progress)
+            run = self.run
+            result = batch_norm_statistics.reestimate(
+                self.sim, data, together, forward=run.forward, progress=run.progress
+            )
             ranks.require_same_layers([])
             return result
 
@@ -169,11 +160,9 @@ class ModuleDoor:
         """Return the files that hold weights of the sim; they must not be written over."""
         return ()
 
-    def check_parity(
-        self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
-    ) -> Report:
+    def check_parity(self, model: ModelProto, data: Iterable[Any], runtime: str | None) -> Report:
         """Compare in one forward pass per batch, whose outputs wait until the sites are compared."""
-        runs = data_passes.captures(self.sim, data, forward=forward, progress=progress)
+        runs = data_passes.captures(self.sim, data, forward=self.run.forward, progress=self.run.progress)
         encodings = self.sim.encodings
         expected = ExpectedModel(self.traced(), self.sim.plan, encodings)
         stored = calibrate.stored_values(self.sim)

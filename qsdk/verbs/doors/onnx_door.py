@@ -28,7 +28,7 @@ from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
 from qsdk.core.report import Report
-from qsdk.core.run_options import Forward
+from qsdk.core.run_options import Forward, Run
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.state import put_back_on_error
 
@@ -37,27 +37,21 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class OnnxDoor:
-    """The door of a sim of an ONNX model.
-
-    `forward` is for modules: at the ONNX side it is a ConfigError. Data that does not fit the model is a DataError.
-    """
+    """The door of a sim of an ONNX model. Data that does not fit the model is a DataError."""
 
     sim: OnnxSim
+    run: Run
 
-    def calibrate(self, data: Iterable[Any], forward: Forward | None, **options: Any) -> Report:
+    def calibrate(self, data: Iterable[Any], **options: Any) -> Report:
         """Calibrate with statistics inside the graph."""
-        require_no_forward(forward)
-        return self.sim.calibrate(data, **options)
+        return self.sim.calibrate(data, progress=self.run.progress, **options)
 
     @contextmanager
-    def layer_walk(
-        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None, *, all_experts: bool = False
-    ) -> Iterator[tuple[Walk, dict[str, Array]]]:
+    def layer_walk(self, data: Iterable[Any]) -> Iterator[tuple[Walk, dict[str, Array]]]:
         """Open a layer walk under a snapshot of the sim, which costs nothing: it refers to the replaced tensors."""
-        require_no_forward(forward)
-        if all_experts:
+        if self.run.all_experts:
             raise ConfigError("all_experts routes tokens in modules; quantize the nn.Module, or leave it out")
-        begun = layer_walk.walk_layers(self.sim, data, max_memory=max_memory, progress=False)
+        begun = layer_walk.walk_layers(self.sim, data, max_memory=self.run.max_memory, progress=False)
         with put_back_on_error(self.sim, weights=True), noting_shifts(self.sim) as rounded, begun as walk:
             yield walk, rounded
 
@@ -68,18 +62,12 @@ class OnnxDoor:
         *,
         title: str,
         sites: Collection[str] | None = None,
-        forward: Forward | None,
-        progress: bool,
     ) -> None:
         """Run the float model over the data and pass the values at computed sites (None: all) to `each`."""
-        require_no_forward(forward)
-        passes.visit_sites(self.sim, data, each, title=title, sites=sites, progress=progress)
+        passes.visit_sites(self.sim, data, each, title=title, sites=sites, progress=self.run.progress)
 
-    def outputs(
-        self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
-    ) -> Iterator[list[npt.NDArray[np.float32]]]:
+    def outputs(self, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
         """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
-        require_no_forward(forward)
         return passes.outputs(self.sim, batches, in_float=in_float)
 
     def quantizing_only(self, sites: Collection[str]) -> AbstractContextManager[None]:
@@ -87,16 +75,9 @@ class OnnxDoor:
         return passes.quantizing_only(self.sim, sites)
 
     def visited_outputs(
-        self,
-        batch: Any,
-        visitor: Callable[[str, Tensor], Tensor],
-        forward: Forward | None,
-        where: str,
-        *,
-        everywhere: bool = False,
+        self, batch: Any, visitor: Callable[[str, Tensor], Tensor], where: str, *, everywhere: bool = False
     ) -> list[Tensor] | None:
         """Run the graph in PyTorch through `visitor`; return its floating-point outputs, None where it lacks an op."""
-        require_no_forward(forward)
         graph = self.sim.graph
         if unsupported_ops(graph):
             return None
@@ -138,13 +119,10 @@ class OnnxDoor:
         """Store infinity as the bound."""
         passes.remove_bounds(self.sim, clips_at_six(self.sim.graph), sites)
 
-    def reestimate_batch_norm(
-        self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
-    ) -> tuple[list[dict[str, Any]], float]:
+    def reestimate_batch_norm(self, data: Iterable[Any], together: Together) -> tuple[list[dict[str, Any]], float]:
         """Set the statistics of BatchNorms to those of their inputs; return a row of each, and the seconds in float."""
-        require_no_forward(forward)
         with put_back_on_error(self.sim, weights=True):
-            result = batch_norm_statistics.reestimate(self.sim, data, together, progress=progress)
+            result = batch_norm_statistics.reestimate(self.sim, data, together, progress=self.run.progress)
             ranks.require_same_layers([])
             return result
 
@@ -161,12 +139,9 @@ class OnnxDoor:
         """Return the files that hold weights of the sim; they must not be written over."""
         return self.sim.files_read()
 
-    def check_parity(
-        self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
-    ) -> Report:
+    def check_parity(self, model: ModelProto, data: Iterable[Any], runtime: str | None) -> Report:
         """Compare in a session of the sim per batch."""
-        require_no_forward(forward)
-        return self.sim.check_parity(model, data, progress=progress, runtime=runtime)
+        return self.sim.check_parity(model, data, progress=self.run.progress, runtime=runtime)
 
     def run_example(self, model: ModelProto) -> ExampleRun | str:
         """Run the sim on its example, or on values of its sizes in the file; or return why that does not go."""

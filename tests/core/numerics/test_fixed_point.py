@@ -6,23 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from integer_comparison import exact
 
 from qsdk import ConfigError
 from qsdk.core.numerics.fixed_point import fixed_point, round_shift, tie_in_range, ties_possible
 
 MANTISSAS = [2**30, 2**30 + 1, 2**30 + 2, 3 * 2**29, 2**31 - 1, 2**31 - 2, 1518500250, 1234567891]
 EXTREMES = [-(2**31), -(2**31) + 1, 2**31 - 1, 2**31 - 2, -1, 0, 1, 3, -3, 255, -255, 2**24 + 1, -(2**24) - 1, 2**30]
-
-
-def exact(product: int, shift: int, rounding: str) -> int:
-    if rounding == "gemmlowp":
-        high = (product + (1 << min(shift, 31) - 1)) >> min(shift, 31)
-        return exact(high, shift - 31, "half_away") if shift > 31 else high
-    floor, rest = divmod(product, 1 << shift)
-    half = 1 << (shift - 1)
-    if rest != half:
-        return floor + (rest > half)
-    return {"half_up": floor + 1, "half_even": floor + floor % 2, "half_away": floor + (product > 0)}[rounding]
 
 
 def worst_cases(shift: int, mantissa: int) -> list[int]:

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from fragile_net import FragileNet, fragile_net
 from torch import nn
 
 import qsdk
@@ -14,34 +15,20 @@ from qsdk import int4, int8, uint8, uint16
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Net(nn.Module):
-    """One of its layers, `fragile`, holds two weights far apart, which four bits cannot serve."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.fragile, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
-        with torch.no_grad():
-            self.fragile.weight[:, 0, 0, 0] = 4.0
-
-    def forward(self, x):
-        return self.last(self.fragile(self.first(x).relu()).relu())
+@pytest.fixture(scope="module")
+def model() -> FragileNet:
+    return fragile_net(8)
 
 
 @pytest.fixture(scope="module")
-def model() -> Net:
-    torch.manual_seed(0)
-    return Net().eval()
-
-
-@pytest.fixture(scope="module")
-def exported(model: Net, tmp_path_factory) -> str:
+def exported(model: FragileNet, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("float") / "float.onnx"
     torch.onnx.export(model, (IMAGES,), path, dynamo=True, verbose=False)
     return str(path)
 
 
 @pytest.fixture(scope="module", params=["torch", "onnx"])
-def calibrated(request, model: Net, exported: str):
+def calibrated(request, model: FragileNet, exported: str):
     made = qsdk.quantize(*((model, IMAGES) if request.param == "torch" else (exported, None)), qsdk.w4a8())
     qsdk.calibrate(made, data_for(made), progress=False)
     return made
@@ -64,7 +51,7 @@ def data_for(sim) -> list:
     return [IMAGES] if hasattr(sim, "model") else [IMAGES.numpy()]
 
 
-def sqnr_metric(model: Net):
+def sqnr_metric(model):
     exact = model(IMAGES).detach().numpy()
 
     def metric(sim) -> float:
@@ -83,7 +70,7 @@ def dtypes(sim) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_budget_holds_and_few_sites_are_raised(sim, model: Net):
+def test_the_budget_holds_and_few_sites_are_raised(sim, model):
     metric = sqnr_metric(model)
     before = dtypes(sim)
     report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=36.0, progress=False)
@@ -95,14 +82,14 @@ def test_the_budget_holds_and_few_sites_are_raised(sim, model: Net):
     assert len(report.summary["raised"]) == chosen["raised"]
 
 
-def test_any_loss_allowed_keeps_the_lowest_bits_everywhere(sim, model: Net):
+def test_any_loss_allowed_keeps_the_lowest_bits_everywhere(sim, model):
     before = state_of(sim)
     report = qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=math.inf, progress=False)
     assert state_of(sim) == before
     assert (report.summary["raised"], report.summary["met"]) == ([], True)
 
 
-def test_the_pareto_list_is_monotone(sim, model: Net):
+def test_the_pareto_list_is_monotone(sim, model):
     report = qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=30.0, progress=False)
     front = [row for row in report.rows if row["pareto"]]
     costs = [row["weight_bits"] + row["activation_bits"] for row in front]
@@ -111,7 +98,7 @@ def test_the_pareto_list_is_monotone(sim, model: Net):
 
 
 @pytest.mark.slow
-def test_only_the_fragile_layer_is_raised_where_only_it_fails(model: Net):
+def test_only_the_fragile_layer_is_raised_where_only_it_fails(model):
     sim = qsdk.quantize(model, IMAGES, qsdk.w8a16().override("fragile", weight=int4))
     qsdk.calibrate(sim, [IMAGES], progress=False)
     metric = sqnr_metric(model)
@@ -125,7 +112,7 @@ def test_only_the_fragile_layer_is_raised_where_only_it_fails(model: Net):
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
-def test_a_metric_that_raises_leaves_the_sim_as_it_was(sim, model: Net, fails_at: int):
+def test_a_metric_that_raises_leaves_the_sim_as_it_was(sim, model, fails_at: int):
     before, out, calls = state_of(sim), outputs_of(sim), []
 
     def metric(current) -> float:
@@ -140,7 +127,7 @@ def test_a_metric_that_raises_leaves_the_sim_as_it_was(sim, model: Net, fails_at
     np.testing.assert_array_equal(outputs_of(sim), out)
 
 
-def test_frozen_sites_keep_their_precision(sim, model: Net):
+def test_frozen_sites_keep_their_precision(sim, model):
     sim.freeze("weights")
     kept = {site: e for site, e in sim.encodings.items() if site.endswith(":weight")}
     qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=0.0, progress=False)
@@ -179,7 +166,7 @@ def test_a_metric_that_is_nan_is_refused(sim):
     assert state_of(sim) == before
 
 
-def test_a_sim_that_is_not_calibrated_is_refused_before_the_data_is_read(model: Net):
+def test_a_sim_that_is_not_calibrated_is_refused_before_the_data_is_read(model):
     sim = qsdk.quantize(model, IMAGES, qsdk.w8a8())
     with pytest.raises(qsdk.CalibrationError, match="call qsdk\\.calibrate"):
         qsdk.mixed_precision(sim, iter(()), lambda s: 1.0, max_drop=1.0, progress=False)
@@ -193,7 +180,7 @@ def test_an_adopted_file_has_no_config_to_search(sim, tmp_path):
 
 
 @pytest.mark.spread(1)
-def test_the_chosen_sim_exports_and_is_at_parity(sim, model: Net, tmp_path):
+def test_the_chosen_sim_exports_and_is_at_parity(sim, model, tmp_path):
     levels = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
     qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=36.0, levels=levels, progress=False)
     qsdk.export(sim, tmp_path / "m.onnx")
@@ -232,7 +219,7 @@ def raised_weights(sim) -> set[str]:
 
 
 @pytest.mark.spread(1)
-def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
+def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model):
     """Each weight that is raised takes 1 ms, an activation none."""
     metric, before = sqnr_metric(model), sim.snapshot()
     options = {"max_drop": 20.0, "progress": False, "runtime": lambda current: 5.0 + len(raised_weights(current))}
@@ -250,7 +237,7 @@ def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
 
 
 @pytest.mark.parametrize(("float_ms", "gains"), [(4.0, False), (5.2, False), (9.0, True)])
-def test_a_network_that_gains_no_time_from_integers_is_told_so_with_the_numbers(float_ms, gains, sim, model: Net):
+def test_a_network_that_gains_no_time_from_integers_is_told_so_with_the_numbers(float_ms, gains, sim, model):
     before = sim.encodings
 
     def runtime(current):
@@ -267,7 +254,7 @@ def test_a_network_that_gains_no_time_from_integers_is_told_so_with_the_numbers(
 
 
 @pytest.mark.spread(1)
-def test_time_is_measured_in_a_runtime(sim, model: Net):
+def test_time_is_measured_in_a_runtime(sim, model):
     metric, before = sqnr_metric(model), sim.snapshot()
     report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=1e-6, progress=False)
     assert not report.summary["met"]

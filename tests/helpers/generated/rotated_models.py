@@ -71,7 +71,7 @@ def float_file(sim: Sim, path: Path) -> str:
 
 def in_float(sim: Sim, x: Tensor) -> np.ndarray:
     """The outputs of the float model of a sim of an ONNX file."""
-    return next(iter(door_of(sim).outputs([(x.numpy(),)], None, in_float=True)))[0]
+    return next(iter(door_of(sim).outputs([(x.numpy(),)], in_float=True)))[0]
 
 
 def off(result: np.ndarray, wanted: np.ndarray) -> float:

@@ -6,8 +6,9 @@ import pytest
 from foreign_models import aimet, by_onnxruntime, integers, node, plain_pair, pt2e
 from half_files import in_type
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.quantization import QuantFormat, QuantType
+from onnxruntime.quantization import QuantFormat
 from qdq_models import convnet, make_model, mlp
+from tool_options import S8, TOOL, U8, U16, of_tool
 
 import qsdk
 from onnx_backend.proto.nodes import metadata
@@ -19,29 +20,6 @@ from qsdk.core.numerics.dtypes import dtype_named
 
 RNG = np.random.default_rng(11)
 SHAPES = {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}
-U8, S8, U16, S16, U4, S4 = (
-    getattr(QuantType, f"Q{name}") for name in ("UInt8", "Int8", "UInt16", "Int16", "UInt4", "Int4")
-)
-
-
-def of_tool(activation, weight, per_channel=False, **extra):
-    return {"activation_type": activation, "weight_type": weight, "per_channel": per_channel, "extra_options": extra}
-
-
-#: net, opset and options of onnxruntime.quantization
-TOOL = {
-    "plain": ("convnet", 21, of_tool(U8, S8)),
-    "per channel": ("mlp", 21, of_tool(U8, S8, True)),
-    "signed": ("convnet", 21, of_tool(S8, S8, ActivationSymmetric=True)),
-    "asymmetric weights": ("mlp", 21, of_tool(U8, U8, True)),
-    "runtime's domain": ("convnet", 13, of_tool(U16, S4)),
-    "16 and 4 bits": ("mlp", 21, of_tool(S16, U4, True)),
-    "8 bits of that domain": ("mlp", 13, of_tool(U8, S8, True, UseQDQContribOps=True)),
-    "float weights": ("mlp", 21, of_tool(U8, S8, True, AddQDQPairToWeight=True)),
-    "a pair per reader": ("convnet", 21, of_tool(U8, S8, DedicatedQDQPair=True)),
-    "activations kept": ("convnet", 21, of_tool(U8, S8, QDQKeepRemovableActivations=True)),
-    "float bias": ("convnet", 21, of_tool(U8, S8, QuantizeBias=False)),
-}
 
 
 def inputs_of(model):

@@ -46,7 +46,7 @@ def sqnr(exact, found):
 
 
 def in_float(sim, x=X):
-    ((found,),) = door_of(sim).outputs([x], None, in_float=True)
+    ((found,),) = door_of(sim).outputs([x], in_float=True)
     return found
 
 
@@ -162,7 +162,7 @@ def test_a_tensor_that_something_else_reads_unclipped_keeps_its_readers():
     model = make_model(nodes, {"x": ["n", 6]}, {"raw": ["n", 3], "y": ["n", 3]}, stored)
     sim = quantize(model, None, None)
     assert [op.type for op in sim.graph.ops].count("Relu") == 1
-    (raw, y), wanted = next(iter(door_of(sim).outputs([X], None, in_float=True))), simulation_session(model)
+    (raw, y), wanted = next(iter(door_of(sim).outputs([X], in_float=True))), simulation_session(model)
     np.testing.assert_array_equal(y, np.minimum(raw, 0))
     for got, want in zip(rebuilt(sim).run(X), wanted.run(None, {"x": X}), strict=True):
         np.testing.assert_array_equal(got, want)

@@ -11,7 +11,7 @@ from onnx_backend.parity.cuts import cut_model, find_cuts
 from onnx_backend.parity.parity import check
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from qsdk import DataError, Encoding, OnnxSim, w4a8, w4a16, w8a8, w8a16
+from qsdk import DataError, Encoding, quantize, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.comparing.tally import float_lsb
 
 RNG = np.random.default_rng(3)
@@ -198,7 +198,7 @@ def test_the_end_to_end_figure_is_information():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_casts_are_compared_in_units_in_the_last_place(dtype):
-    sim = OnnxSim.from_float(mlp(), w8a8().skip("relu", dtype=dtype).skip("mm1", dtype=dtype))
+    sim = quantize(mlp(), None, w8a8().skip("relu", dtype=dtype).skip("mm1", dtype=dtype))
     sim.calibrate(BATCHES, progress=False)
     model = sim.qdq_model()
     captures, stored = [sim.capture(x) for x in BATCHES], sim.stored_values()
@@ -244,7 +244,7 @@ def test_cutting_leaves_no_path_from_one_site_to_the_next():
 
 @pytest.mark.slow
 def test_a_convnet_matches_at_every_site():
-    sim = OnnxSim.from_float(convnet(), w8a8())
+    sim = quantize(convnet(), None, w8a8())
     images = [RNG.normal(size=(4, 3, 8, 8)).astype(np.float32) for _ in range(2)]
     sim.calibrate(images, progress=False)
     report = sim.check_parity(sim.qdq_model(), images, progress=False)

@@ -1,10 +1,8 @@
 """Export, open, export: the same bytes; save, load: the same sim. On random networks, configs, dialects and opsets."""
 
 import json
-import logging
 import random
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 import torch
 from foreign_models import integers
 from qdq_models import convnet, mlp
+from quiet import quiet  # noqa: F401  # a fixture
 from random_networks import random_network
 from torch import nn
 
@@ -32,18 +31,6 @@ CONFIGS = {
     "an island": w8a8().skip("*", dtype="float16", op_type="Gemm", optional=True).skip("mm2", "float16", optional=True),
 }
 FORMS = [("onnxruntime", 21), ("onnxruntime", 23), ("onnx", 21), ("onnx", 25)]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """One thread, since the networks are tiny; and no words of the exporter about packages that are not installed."""
-    threads, logger = torch.get_num_threads(), logging.getLogger("torch.onnx")
-    level = logger.level
-    torch.set_num_threads(1)
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
-    torch.set_num_threads(threads)
 
 
 def require_stable(sim, folder: Path, dialect="onnxruntime", opset=21) -> Path:

@@ -9,7 +9,7 @@ from onnx import helper
 from qdq_models import convnet
 
 from onnx_backend.calibration import observe as observing
-from qsdk import DataError, OnnxSim, w8a8
+from qsdk import DataError, quantize, w8a8
 
 node = helper.make_node
 RNG = np.random.default_rng(5)
@@ -17,7 +17,7 @@ IMAGES = [RNG.normal(size=(4, 3, 8, 8)).astype(np.float32) * 2**number for numbe
 
 
 def encodings(data, method: str) -> dict:
-    sim = OnnxSim.from_float(convnet(), w8a8())
+    sim = quantize(convnet(), None, w8a8())
     sim.calibrate(data, method, progress=False)
     return sim.encodings
 
@@ -68,7 +68,7 @@ def test_data_may_write_a_batch_over_the_one_before(cores: int):
 
 
 def test_the_first_batch_that_is_not_finite_is_named_and_the_sim_stays(cores: int):
-    sim = OnnxSim.from_float(convnet(), w8a8())
+    sim = quantize(convnet(), None, w8a8())
     sim.calibrate(IMAGES, progress=False)
     before, threads = sim.encodings, threading.active_count()
     broken = [IMAGES[0], IMAGES[1] * np.float32(np.nan), IMAGES[2] * np.float32(np.inf), "no batch"]

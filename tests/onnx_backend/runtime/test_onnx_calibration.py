@@ -11,7 +11,7 @@ from qdq_models import convnet, make_model, mlp, run, weights
 from onnx_backend.calibration import observe as observing
 from onnx_backend.calibration.observe import statistics_graph
 from onnx_backend.proto.nodes import is_mark
-from qsdk import CalibrationError, ConfigError, DataError, OnnxSim, w4a8, w8a8
+from qsdk import CalibrationError, ConfigError, DataError, OnnxSim, quantize, w4a8, w8a8
 from qsdk.core.ranges.estimators import METHODS, estimator, range_from_histogram, range_of_stored
 from qsdk.core.ranges.histogram import SAMPLES, histogram_of
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
@@ -25,7 +25,7 @@ ALL_METHODS = sorted(set(METHODS.values()))
 
 
 def sim_of(model=None, config=None) -> OnnxSim:
-    return OnnxSim.from_float(model or mlp(), config or w8a8())
+    return quantize(model or mlp(), None, config or w8a8())
 
 
 def calibrated(model=None, data=BATCHES, config=None, **options) -> OnnxSim:

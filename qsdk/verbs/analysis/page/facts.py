@@ -352,8 +352,7 @@ def _with_values(
     ]
     if data is not None and wanted:
         samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
-        shared: dict[str, Any] = {"sites": wanted, "forward": run.forward, "progress": run.progress}
-        door_of(sim).visit(data, lambda site, x: samples[site].add(x), title="values", **shared)
+        door_of(sim, run).visit(data, lambda site, x: samples[site].add(x), title="values", sites=wanted)
         for site, sample in samples.items():
             # a sample has lost its shape, so nothing but one scale for all of it can be compared
             one = encoding if (encoding := encodings.get(site)) is not None and encoding.axis is None else None
