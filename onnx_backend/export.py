@@ -1,6 +1,7 @@
 """Export a sim to an ONNX file with its encodings beside it; the model file is written last and commits the rest."""
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -37,11 +38,14 @@ from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock
 from qsdk.core.planning.plan import Plan, by_type, casts_of
 from qsdk.core.precision.advice import wide_containers
 from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY, FILE_KEY = "qsdk.encodings", "qsdk.encodings.sha256", "qsdk.encodings.file"
+#: scales of a weight in blocks from which on they are written once
+_MANY_SCALES = 256
 _SUFFIX = ".encodings.json"
 _OPSETS = range(LOWEST, 26)
 _IN_MEMORY = 1 << 24  # bytes of an encodings file
@@ -105,7 +109,10 @@ def write_model(
     companion = encodings_path(path) if parts is None else base.with_name(f"{base.name}{_SUFFIX}")
     shared = companion.name if parts else ""
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
-        _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
+        named_onnx = Path(path).suffix == ".onnx"  # so that the model is found from its encodings
+        _embed_facts(
+            [*models.values()], text, plan, encodings, provenance, tensors or {}, shared, named_onnx=named_onnx
+        )
         for model, form in zip(models.values(), forms, strict=True):
             runtime.speed_up(model)  # its forms have no node for a site's facts
             _require_valid(model, form["fixed_shapes"])
@@ -208,15 +215,17 @@ def _embed_facts(
     provenance: Mapping[str, Any],
     tensors: Mapping[str, str],
     shared: str,
+    *,
+    named_onnx: bool,
 ) -> None:
     """Write the encodings file, and into lowered models its hash and what the nodes cannot express.
 
-    The scales stand in the nodes, so the models have no second copy of them.
+    The scales stand in the nodes, so the models have no second copy of them, nor has the file of those of blocks.
     """
     ordered, casts = _in_order_of_nodes(encodings, models[0]), _in_order_of_nodes(casts_of(plan), models[0])
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
-    digest = hashlib.sha256()
-    for piece in qsdk_format.pieces(ordered, provenance, casts, tensors=tensors, kinds=kinds):
+    digest, blocked = hashlib.sha256(), _blocked_in_nodes(plan, models[0]) if named_onnx else ()
+    for piece in qsdk_format.pieces(ordered, provenance, casts, tensors=tensors, kinds=kinds, in_model=blocked):
         data = piece.encode()
         digest.update(data)
         text.write(data)
@@ -282,6 +291,23 @@ def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> Mapping
         for site in (metadata(node).get("qsdk.site", ""), *sites_inside(node)):
             places.setdefault(site, place)
     return LazyMapping(sorted(by_site, key=lambda site: places.get(site, len(lowered.graph.node))), by_site.__getitem__)
+
+
+def _blocked_in_nodes(plan: Plan, lowered: ModelProto) -> frozenset[str]:
+    """Return the sites with many scales of blocks, which are a fifth of 4-bit weights; as text they are half as much.
+
+    Only those on nodes of the main graph, from which they are read.
+    """
+    on_nodes = {metadata(node).get("qsdk.site", "") for node in lowered.graph.node}
+    result = set()
+    for site in on_nodes & plan.decisions.keys():
+        spec, shape = plan.decisions[site].spec, plan.decisions[site].shape
+        sizes = [n for n in shape or () if isinstance(n, int)]
+        if spec is not None and isinstance(spec.granularity, PerBlock):
+            by = spec.granularity
+            if math.prod(sizes) > _MANY_SCALES * by.size:
+                result.add(site)
+    return frozenset(result)
 
 
 def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:

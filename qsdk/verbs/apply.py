@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from onnx import ModelProto
@@ -20,7 +21,7 @@ from qsdk.core.graph.graph_json import graph_from_text
 from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
 from qsdk.verbs.export import export
-from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
+from qsdk.verbs.qdq_files import OnnxSource, opened_qdq, scales_beside
 
 ABSORBED = "absorbed"
 
@@ -84,7 +85,7 @@ def _matcher_for(source: OnnxSource, where: str) -> Callable[[Graph], MatchedEnc
     text = read_text(source, "give an encodings file or an .onnx model")
 
     def place(target: Graph) -> MatchedEncodings:
-        read = read_any(text, where, tensor_facts(target))
+        read = read_any(text, where, tensor_facts(target), partial(scales_beside, source, text))
         if GRAPH not in read.provenance:
             return match_by_name(read, target)
         return _match(read, graph_from_text(read.provenance[GRAPH], where), target)

@@ -40,7 +40,7 @@ from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import OnnxSim, Sim
 from qsdk.verbs.doors.module_sims import SIM_FILE, facts_to_save, save_module_sim
 from qsdk.verbs.doors.read_checkpoint import read_model, require_known_attention
-from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
+from qsdk.verbs.qdq_files import OnnxSource, opened_qdq, scales_beside
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
@@ -220,7 +220,8 @@ def read_stored(source: OnnxSource, where: str, tensors: Sequence[TensorFacts] |
     """Return the encodings of a file of any version or of a Q/DQ model's nodes; see `read_any` for `tensors`."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         return stored_encodings(opened_qdq(source))
-    return read_any(read_text(source, "give an encodings file or an .onnx model"), where, tensors)
+    text = read_text(source, "give an encodings file or an .onnx model")
+    return read_any(text, where, tensors, partial(scales_beside, source, text))
 
 
 def save(sim: Sim, path: str | os.PathLike[str]) -> None:

@@ -1,17 +1,23 @@
 """Q/DQ files: opened and checked against the rules, validated, their encodings listed."""
 
+import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
+from glob import escape
+from pathlib import Path
 
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.export import require_companion
+from onnx_backend.export import HASH_KEY, encodings_path, require_companion
+from onnx_backend.opening.encodings_of_file import stored_encodings
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.passes.canonicalize import densify
 from onnx_backend.profiling.speed import slow_parts
 from onnx_backend.proto import model_io
 from onnx_backend.proto.external_data import require_no_external_data
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq import read
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.runtime.session import opened_file
@@ -20,6 +26,8 @@ from onnx_backend.runtimes.validate import validate as validate_model
 from onnx_backend.validation.rules import require_valid
 from onnx_backend.workarounds.onnxruntime_barriers import needed_options
 from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.errors import FileFormatError
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 OnnxSource = str | os.PathLike[str] | ModelProto
@@ -101,6 +109,25 @@ def inspect(model: OnnxSource) -> Report:
         for site, encoding in read.read(opened_qdq(model)).items()
     ]
     return Report("Encodings", rows, {"sites": len(rows)})
+
+
+def scales_beside(path: str | os.PathLike[str], text: str) -> Mapping[str, Encoding]:
+    """Return the encodings of the model that an encodings file was written with, from the model's nodes.
+
+    Raises:
+        FileFormatError: that model is not beside the file, or the file has changed since.
+    """
+    file, digest = Path(path), hashlib.sha256(text.encode()).hexdigest()
+    stem = file.name.removesuffix(encodings_path(".onnx").name.removeprefix(".onnx"))
+    parts = sorted(file.parent.glob(f"{escape(stem.removesuffix('.shared'))}.*.onnx"))
+    for model in (file.with_name(f"{stem}.onnx"), *parts):
+        if model.is_file() and metadata(model_io.load(model)).get(HASH_KEY) == digest:
+            return stored_encodings(opened_qdq(model)).encodings
+    raise FileFormatError(
+        f"{path} takes scales of blocks from the model that it was written with, and {stem}.onnx beside it is missing "
+        "or another one: put both into one folder, as they were written, or give the model in place of this file; "
+        "qsdk.save_encodings(model, path) writes all scales into a file of their own"
+    )
 
 
 def opened_qdq(source: OnnxSource) -> ModelProto:

@@ -6,7 +6,7 @@ from typing import Any
 
 from qsdk.core.encodings.aimet_read import VERSIONS, AimetFile, complete, is_aimet, read_aimet
 from qsdk.core.encodings.aimet_write import WRITTEN
-from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, read_own
+from qsdk.core.encodings.qsdk_format import FORMAT, Scales, StoredEncodings, is_own, read_own
 from qsdk.core.encodings.tensors import TensorFacts, by_name
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DType
@@ -26,16 +26,19 @@ def require_version(version: str | None) -> str:
     return version or OWN
 
 
-def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None) -> StoredEncodings:
+def read_any(
+    text: str, where: str, tensors: Sequence[TensorFacts] | None = None, scales: Scales | None = None
+) -> StoredEncodings:
     """Return the encodings of a file of qsdk, or of AIMET in version 0.6.1, 1.0.0, 2.0.0 or 2.1.0.
 
     The tensors of the model determine the sites of AIMET's tensor names and, for its older versions, the axes; None
     keeps the names, and fails where an axis is missing. What is truncated, foreign, of an unknown version, or
-    contradicts itself is a FileFormatError that names the file, `where`, and the place in it.
+    contradicts itself is a FileFormatError that names the file, `where`, and the place in it. See `read_own` for
+    `scales`.
     """
     data = parse_json(text, where)
     if is_own(data):
-        return read_own(data, where)
+        return read_own(data, where, scales)
     if is_aimet(data):
         return _at_sites(read_aimet(data, where), tensors, where)
     raise FileFormatError(

@@ -5,8 +5,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -19,11 +19,15 @@ from qsdk.core.numerics.spec import Kind
 from qsdk.core.read_files import parse_json
 
 FORMAT = "qsdk.encodings"
-VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and wrote defaults
+VERSION = 4  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and wrote defaults; 3 had all scales
+_BEFORE = 3  # what a file without scales in a model says, so that earlier versions read it
 _FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
 _KINDS = get_args(Kind)
 _MAX_RANK = 64  # of NumPy
 _MANY = 1 << 16  # values that are formatted at a time
+_IN_MODEL = "model"
+#: encodings by site, of the model that a file takes scales from
+Scales = Callable[[], Mapping[str, Encoding]]
 
 
 @dataclass(frozen=True)
@@ -54,18 +58,23 @@ def pieces(
     *,
     tensors: Mapping[str, str] | None = None,
     kinds: Mapping[str, str] | None = None,
+    in_model: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield the text of a file site by site: a language model has more scales than its text should take of memory.
 
     Casts, names in the ONNX model and kinds are by site, as encodings are; provenance are plain values about the origin
-    of the encodings (config, method, versions).
+    of the encodings (config, method, versions). The scales and zero points of the sites `in_model` are left to the
+    model that the file is written with.
     """
-    head = f'  "format": "{FORMAT}",\n  "version": {VERSION},\n  "provenance": {json.dumps(dict(provenance))}'
+    version = VERSION if in_model else _BEFORE
+    head = f'  "format": "{FORMAT}",\n  "version": {version},\n  "provenance": {json.dumps(dict(provenance))}'
     yield f'{{\n{head},\n  "encodings": {{\n'
     narrow = casts or {}
     sites = {**dict.fromkeys(encodings), **dict.fromkeys(narrow)}
     for number, site in enumerate(sites):
-        fields = {"dtype": json.dumps(narrow[site].name)} if site in narrow else _fields(encodings[site])
+        fields = (
+            {"dtype": json.dumps(narrow[site].name)} if site in narrow else _fields(encodings[site], site in in_model)
+        )
         for key, texts in (("tensor", tensors), ("kind", kinds)):
             if texts is not None and site in texts:
                 fields[key] = json.dumps(texts[site])
@@ -99,8 +108,11 @@ def is_own(data: Any) -> bool:
     return isinstance(data, dict) and data.get("format") == FORMAT
 
 
-def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
-    """Return the encodings in JSON data of this format; see `loads`."""
+def read_own(data: Mapping[str, Any], where: str, scales: Scales | None = None) -> StoredEncodings:
+    """Return the encodings in JSON data of this format; see `loads`.
+
+    `scales` returns those of the model that the file was written with, and is called where it takes some from there.
+    """
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FileFormatError(f"{where} has version {version!r}, this qsdk reads up to {VERSION}; update qsdk")
@@ -111,6 +123,13 @@ def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
     casts: dict[str, DType] = {}
     tensors: dict[str, str] = {}
     kinds: dict[str, str] = {}
+    left_to_model = [s for s, entry in sites.items() if isinstance(entry, dict) and entry.get("scale") == _IN_MODEL]
+    if left_to_model and scales is None:
+        raise FileFormatError(
+            f"{where} takes the scales of {left_to_model[0]!r} from the model that it was written with; give the file "
+            "by its path, beside that model"
+        )
+    of_model = scales() if left_to_model and scales is not None else {}
     for site, entry in sites.items():
         place = f"{where}, site {site!r}"
         if not isinstance(entry, dict) or not set(entry) <= _FIELDS or "dtype" not in entry:
@@ -123,20 +142,20 @@ def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
             kinds[site] = _text(entry["kind"], "kind", place)
         cast = _cast(entry)
         if cast is None:
-            encodings[site] = _encoding(entry, place)
+            encodings[site] = _encoding(entry, place, of_model.get(site))
         else:
             casts[site] = cast
     return StoredEncodings(encodings, None if version == 1 else casts, provenance, tensors, kinds)
 
 
-def _fields(encoding: Encoding) -> dict[str, str]:
+def _fields(encoding: Encoding, in_model: bool) -> dict[str, str]:
     """Return an entry's values as JSON, without defaults: zero points of 0, shape of a list, no axis, not frozen."""
     # the shortest decimal of a float32 is read back as that float32, also through a double
     result = {
         "dtype": json.dumps(encoding.dtype.name),
-        "scale": _list(encoding.scale, lambda value: repr(float(str(value)))),
+        "scale": json.dumps(_IN_MODEL) if in_model else _list(encoding.scale, lambda value: repr(float(str(value)))),
     }
-    if not encoding.symmetric:
+    if not encoding.symmetric and not in_model:
         result["zero_point"] = _list(encoding.zero_point, lambda value: str(int(value)))
     if encoding.scale.ndim > 1:
         result["shape"] = json.dumps(list(encoding.scale.shape))
@@ -167,7 +186,9 @@ def _cast(entry: Mapping[str, Any]) -> DType | None:
     return next((dtype for dtype in (float16, bfloat16) if dtype.name == entry["dtype"]), None)
 
 
-def _encoding(entry: Mapping[str, Any], where: str) -> Encoding:
+def _encoding(entry: Mapping[str, Any], where: str, of_model: Encoding | None) -> Encoding:
+    if entry.get("scale") == _IN_MODEL:
+        return _of_model(entry, where, of_model)
     scale = _numbers(entry.get("scale"), float, "scale", where)
     zero_point = _numbers(entry["zero_point"], int, "zero_point", where) if "zero_point" in entry else [0] * len(scale)
     axis, block_size = (_whole(entry.get(name), name, where) for name in ("axis", "block_size"))
@@ -184,6 +205,17 @@ def _encoding(entry: Mapping[str, Any], where: str) -> Encoding:
         return Encoding(dtype_named(entry["dtype"]), scales, zero_points, axis, block_size, frozen)
     except (CalibrationError, ConfigError, OverflowError, TypeError) as error:
         raise FileFormatError(f"{where}: {error}; write the file again") from error
+
+
+def _of_model(entry: Mapping[str, Any], where: str, held: Encoding | None) -> Encoding:
+    """Return the encoding that the model has of a site, which must be as the entry describes it."""
+    wanted = [entry.get(name) for name in ("dtype", "axis", "block_size", "shape")]
+    if held is None or [held.dtype.name, held.axis, held.block_size, list(held.scale.shape)] != wanted:
+        raise FileFormatError(f"{where}: the model has no scales of this form there; export it again")
+    frozen = entry.get("frozen", False)
+    if type(frozen) is not bool:
+        raise FileFormatError(f"{where}: frozen is true or false, not {frozen!r}; correct it")
+    return replace(held, frozen=frozen)
 
 
 def _numbers(value: Any, kind: type, name: str, where: str) -> list[Any]:
