@@ -3,6 +3,7 @@
 `encodings.schema.json` beside this module is its JSON Schema.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,7 +22,7 @@ from qsdk.core.read_files import parse_json
 FORMAT = "qsdk.encodings"
 VERSION = 4  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and wrote defaults; 3 had all scales
 _BEFORE = 3  # what a file without scales in a model says, so that earlier versions read it
-_FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
+_FIELDS = {"dtype", "scale", "digest", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
 _KINDS = get_args(Kind)
 _MAX_RANK = 64  # of NumPy
 _MANY = 1 << 16  # values that are formatted at a time
@@ -155,7 +156,9 @@ def _fields(encoding: Encoding, in_model: bool) -> dict[str, str]:
         "dtype": json.dumps(encoding.dtype.name),
         "scale": json.dumps(_IN_MODEL) if in_model else _list(encoding.scale, lambda value: repr(float(str(value)))),
     }
-    if not encoding.symmetric and not in_model:
+    if in_model:
+        result["digest"] = json.dumps(_digest(encoding))
+    elif not encoding.symmetric:
         result["zero_point"] = _list(encoding.zero_point, lambda value: str(int(value)))
     if encoding.scale.ndim > 1:
         result["shape"] = json.dumps(list(encoding.scale.shape))
@@ -207,11 +210,20 @@ def _encoding(entry: Mapping[str, Any], where: str, of_model: Encoding | None) -
         raise FileFormatError(f"{where}: {error}; write the file again") from error
 
 
+def _digest(encoding: Encoding) -> str:
+    """Return a hash of scales and zero points, which tells them from those of another calibration."""
+    return hashlib.sha256(encoding.scale.tobytes() + encoding.zero_point.tobytes()).hexdigest()[:16]
+
+
 def _of_model(entry: Mapping[str, Any], where: str, held: Encoding | None) -> Encoding:
     """Return the encoding that the model has of a site, which must be as the entry describes it."""
     wanted = [entry.get(name) for name in ("dtype", "axis", "block_size", "shape")]
     if held is None or [held.dtype.name, held.axis, held.block_size, list(held.scale.shape)] != wanted:
         raise FileFormatError(f"{where}: the model has no scales of this form there; export it again")
+    if entry.get("digest") != _digest(held):
+        raise FileFormatError(
+            f"{where}: the model has other scales, so it is not the one of this file; export it again"
+        )
     frozen = entry.get("frozen", False)
     if type(frozen) is not bool:
         raise FileFormatError(f"{where}: frozen is true or false, not {frozen!r}; correct it")

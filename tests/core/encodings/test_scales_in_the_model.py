@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,14 @@ def test_both_files_under_another_name(pair, tmp_path: Path):
     assert again.encodings == sim.encodings
 
 
-@pytest.mark.parametrize("spoil", ["no model", "another model", "edited"])
+REFUSALS = {
+    "no model": r"takes scales of blocks from the model.*save_encodings\(model, path",
+    "another model": r"takes scales of blocks from the model.*model.onnx beside it is missing or another one",
+    "edited": r"takes scales of blocks from the model.*model.onnx beside it is missing or another one",
+}
+
+
+@pytest.mark.parametrize("spoil", REFUSALS)
 def test_a_file_apart_from_its_model_is_refused(pair, tmp_path: Path, spoil: str):
     folder, sim = pair
     shutil.copytree(folder, tmp_path / "here")
@@ -122,9 +130,7 @@ def test_a_file_apart_from_its_model_is_refused(pair, tmp_path: Path, spoil: str
     else:
         path = here / "model.encodings.json"
         path.write_text(path.read_text().replace('"axis": 1', '"axis": 0', 1))
-    with pytest.raises(
-        qsdk.FileFormatError, match=r"takes scales of blocks from the model.*save_encodings\(model, path"
-    ):
+    with pytest.raises(qsdk.FileFormatError, match=REFUSALS[spoil]):
         qsdk.load_encodings(sim, here / "model.encodings.json")
     assert sim.encodings == before
 
@@ -133,6 +139,10 @@ def test_text_without_a_model_is_refused(pair):
     text = (pair[0] / "model.encodings.json").read_text()
     with pytest.raises(qsdk.FileFormatError, match="takes the scales of '0:weight' from the model"):
         qsdk_format.loads(text, "m.json")
-    data = json.loads(text)
+    data, held = json.loads(text), dict(pair[1].encodings)
+    assert qsdk_format.read_own(data, "m.json", lambda: held).encodings == held
+    held["0:weight"] = replace(held["0:weight"], scale=held["0:weight"].scale * 2)
+    with pytest.raises(qsdk.FileFormatError, match="site '0:weight': the model has other scales"):
+        qsdk_format.read_own(data, "m.json", lambda: held)
     with pytest.raises(qsdk.FileFormatError, match="site '0:weight': the model has no scales of this form there"):
         qsdk_format.read_own(data, "m.json", dict)
