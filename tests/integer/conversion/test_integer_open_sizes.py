@@ -9,12 +9,13 @@ import torch
 from dynamic_products import dynamic_product
 from integer_comparison import noise
 from integer_models import Net
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from qdq_models import make_model
 
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
+from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.passes.static_sizes import propagate_static_sizes
 from qsdk import IntegerError
 
@@ -169,3 +170,13 @@ def test_sizes_of_some_axes_are_those_of_these_axes(part, kept):
     decided = propagate_static_sizes(make_model(nodes, {"x": [3, 5, 2]}, {"y": [len(kept)]}, {}))
     stored = {t.name: numpy_helper.to_array(t).tolist() for t in decided.graph.initializer}
     assert stored["f"] == kept
+
+
+def test_the_shape_of_integers_of_open_sizes_is_measured():
+    net = Net()
+    ids = net.input(["n", 3], "ids", TensorProto.INT64)
+    net.output(net.qdq(net.op("Gather", net.const(noise((9, 2))), ids), 0.03, 120), ["n", 3, 2])
+    net.output(net.op("Shape", ids), [2], "sizes", TensorProto.INT64)
+    model = convert(net.model()).model
+    for count in (1, 4):
+        assert run_reference(model, {"ids": np.zeros((count, 3), np.int64)})["sizes"].tolist() == [count, 3]

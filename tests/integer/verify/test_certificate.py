@@ -105,7 +105,8 @@ def test_indices_of_the_measurement_lie_in_the_tables_that_they_reach_behind_cho
     ids = net.input([4, 3], "ids", onnx.TensorProto.INT64)
     column = net.op("Gather", ids, net.const(np.int64(1)), axis=1)
     moved = net.op("Add", net.const(np.array([0, 2, 5])), ids)
-    for table, indices in ((np.ones((9, 2), np.float32), column), (np.ones((12, 2), np.float32), moved)):
+    sizes = {column: 9, moved: 12, net.op("Add", net.const(np.array([0, 2, 5])), ids): 4}  # nothing is behind all of 4
+    for indices, table in ((indices, np.ones((size, 2), np.float32)) for indices, size in sizes.items()):
         net.op("Gather", net.const(table), indices)
     net.output(net.op("GatherND", net.const(np.ones(10, np.float32)), net.op("Unsqueeze", ids, net.const([2]))), [4, 3])
     assert index_bounds(net.model()) == {"ids": 7}
