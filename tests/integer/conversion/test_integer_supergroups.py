@@ -105,6 +105,16 @@ def test_a_concat_of_two_scales_times_a_tensor():
     compare(net.model(), {"x": noise((2, 8)), "z": noise((2, 8), seed=1), "w": noise((2, 16), seed=2)}, 0.01)
 
 
+@pytest.mark.parametrize("constant_first", [False, True])
+def test_a_constant_on_either_side_of_a_difference(constant_first):
+    net = Net()
+    both = net.op("Add", net.qdq(net.input([8, 16]), 0.03, 120), net.qdq(net.input([8, 16], "z"), 0.05, 100))
+    operands = both, net.const(np.float32(1.7))
+    y = net.op("Sub", *(operands[::-1] if constant_first else operands))
+    net.output(net.qdq(y, 0.09, 128), [8, 16])
+    compare(net.model(), {"x": noise((8, 16), 1.5), "z": noise((8, 16), 2.5, seed=1)})
+
+
 def test_a_gelu_by_tanh_is_one_table():
     net = Net()
     x = net.qdq(net.input([256]), 0.04, 110)
