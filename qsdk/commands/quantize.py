@@ -85,7 +85,7 @@ def run(options: Namespace) -> int:
 
 
 def _writes_folder(options: Namespace) -> bool:
-    return bool(options.format == "compressed-tensors")
+    return options.format in ("compressed-tensors", "genai")
 
 
 def _is_of_onnx(options: Namespace) -> bool:
@@ -99,7 +99,7 @@ def _require_out(options: Namespace) -> None:
     if not _writes_folder(options):
         require_output(options.out)
     elif Path(options.out).is_file():
-        raise ConfigError(f"cannot write: {options.out} is a file, and --format compressed-tensors writes a folder")
+        raise ConfigError(f"cannot write: {options.out} is a file, and --format {options.format} writes a folder")
 
 
 def _exported(sim: Sim, options: Namespace) -> Report:

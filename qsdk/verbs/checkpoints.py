@@ -103,8 +103,8 @@ def quantize_checkpoint(
         example: inputs to trace the model with; None for tokens, in any number of rows of any length.
         options: `max_memory` (1 GiB here) and `progress`, see `qsdk.options`; the others are for `qsdk.export`, such as
             `opset=` and `dialect=`. With `format="compressed-tensors"`, `out` is the folder for vLLM and transformers
-            instead, and with `format="gguf"` the file for llama.cpp (`.gguf`), or a folder for it
-            (`config.for_dialect` of the same name before it).
+            instead, with `format="genai"` that for onnxruntime-genai, and with `format="gguf"` the file for llama.cpp
+            (`.gguf`), or a folder for it (`config.for_dialect` of the same name before it).
 
     Returns:
         What `qsdk.export` returns, with `verbs`, `resumed` (from an earlier run) and `seconds` in the summary.

@@ -207,10 +207,12 @@ class QuantConfig:
         `compressed-tensors`, the format of `qsdk.export`, quantizes linear layers alone (`only_linear`): weights, and
         activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float. `gguf`, the format of
         llama.cpp, has weights of up to 8 bits with scales that float16 holds, and so have their products with zero
-        points; activations stay float, and layers round their input to int8 (`compute`), as llama.cpp does.
+        points; activations stay float, and layers round their input to int8 (`compute`), as llama.cpp does. `genai`,
+        of onnxruntime-genai, has a cache of float32 where none is chosen; activations of 16 bits stay float,
+        and layers round their input to int8 (`compute`), as its fast kernels do.
 
         Args:
-            dialect: of `qsdk.export`, or one of its formats, `compressed-tensors` and `gguf`.
+            dialect: of `qsdk.export`, or one of its formats, `compressed-tensors`, `genai` and `gguf`.
             processor: for `onnxruntime`, where the file is to be exact: `any` (`int8_exact`: int8 with scales so large
                 that no sum of products saturates, as fast everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with
                 a zero point of 128, slower).
@@ -241,6 +243,8 @@ class QuantConfig:
             changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
         if changes.int8_inputs and changed.activation.kind == "float":
             changed = replace(changed, compute=self.compute or "int8")
+        if changes.kv_cache is not None and changed.kv_cache is None:
+            changed = replace(changed, kv_cache=changes.kv_cache)
         if changes.only_linear:
             changed = replace(changed, compute=None)  # such files have no field for it
         if changes.fused_slopes is not None:

@@ -36,6 +36,7 @@ class Changes:
         placements: of pairs, the default first; with `all` in place of it, no hardware is named.
         int8_inputs: True if layers whose weights alone are quantized are fastest on inputs rounded to int8.
         scale_digits: significant binary digits of scales of weights, and of their products with zero points.
+        kv_cache: of configs that choose none for what they carry from step to step.
         fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
     """
 
@@ -52,6 +53,7 @@ class Changes:
     placements: tuple[str, ...] = ("all",)
     int8_inputs: bool = False
     scale_digits: int | None = None
+    kv_cache: DType | None = None
     fused_slopes: bool | None = None
 
 
@@ -104,6 +106,12 @@ CHANGES: Mapping[str, Changes] = {
         symmetric=True,
         float_biases=("*",),
         only_linear=True,
+    ),
+    "genai": Changes(
+        activations={"uint16": float32, "int16": float32},
+        no_weights=frozenset({"int16", "uint16"}),
+        int8_inputs=True,
+        kv_cache=float32,
     ),
     "gguf": Changes(
         activations={"uint16": float32, "int16": float32},

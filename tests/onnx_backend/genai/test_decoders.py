@@ -142,3 +142,12 @@ def test_a_folder_that_computes_something_else_is_not_written(tmp_path: Path, mo
     with pytest.raises(qsdk.ExportError, match="dB from the simulation's"):
         qsdk.export(sim, tmp_path / "llama", format="genai")
     assert [*(tmp_path / "llama").iterdir()] == []
+
+
+def test_the_dialect_chooses_a_cache_and_the_fast_kernel():
+    config = qsdk.w4a16(block_size=32).for_dialect("genai")
+    assert str(config.kv_cache) == str(config.activation) == "float32"
+    assert config.compute == "int8"
+    assert str(qsdk.weight_only("int4", kv_cache="int8").for_dialect("genai").kv_cache) == "int8"
+    with pytest.raises(qsdk.ConfigError, match="weight=int16 cannot be had in the dialect genai"):
+        qsdk.weight_only("int16").for_dialect("genai")
