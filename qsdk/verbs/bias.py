@@ -102,9 +102,7 @@ def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Rep
     left = rounded_for_good(sim) | _with_frozen_biases(sim)
     own = {site: replace(e, frozen=site in left) for site, e in before.own.items()}
     sim.restore(replace(before, own=own, stored=None))  # a walk skips frozen layers
-    report = solve_each_layer(
-        sim, held_back.others(), bias.solve, _TITLE, verb="correct_bias", gathers=_GATHERS, run=run
-    )
+    report = solve_each_layer(sim, held_back.others(), bias.solve, _TITLE, "correct_bias", run, {}, _GATHERS)
     sim.restore(replace(before, stored=None))
     return _keep_if_better(sim, before, report, held_back.batches, run)
 

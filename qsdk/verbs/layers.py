@@ -1,6 +1,6 @@
 """The verbs that solve layers one after the other; each combines the layer walk of one side with a solver."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Unpack
@@ -13,7 +13,7 @@ from qsdk.algorithms.solvers import gptq as gptq_solver
 from qsdk.algorithms.solvers import seq_mse as seq_mse_solver
 from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.algorithms.solvers.rounding import BLOCK
-from qsdk.core.layers.layer_problem import Solver
+from qsdk.core.layers.layer_problem import Solution
 from qsdk.core.report import Report
 from qsdk.core.run_options import LayerOptions, Run, run_of
 from qsdk.verbs.doors.choose import Sim, door_of
@@ -68,16 +68,8 @@ def seq_mse(
     run = run_of(seq_mse, options)
     choices: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
     samples = seq_mse_solver.SAMPLES if loss == "l1" or shift_bias else 0
-    return solve_each_layer(
-        sim,
-        data,
-        partial(seq_mse_solver.solve, **choices),
-        "SeqMSE",
-        verb="seq_mse",
-        gathers=GatherOptions(samples=samples, rows=seq_mse_solver.ROWS),
-        options=choices,
-        run=run,
-    )
+    gathers = GatherOptions(samples=samples, rows=seq_mse_solver.ROWS)
+    return solve_each_layer(sim, data, seq_mse_solver.solve, "SeqMSE", "seq_mse", run, choices, gathers)
 
 
 def adaround(
@@ -129,16 +121,8 @@ def adaround(
     run = run_of(adaround, options)
     choices: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
     choices |= {"shift_bias": shift_bias, "activation": activation}
-    return solve_each_layer(
-        sim,
-        data,
-        partial(adaround_solver.solve, **choices),
-        "AdaRound",
-        verb="adaround",
-        gathers=GatherOptions(samples=SAMPLES if activation else 0),
-        options=choices,
-        run=run,
-    )
+    gathers = GatherOptions(samples=SAMPLES if activation else 0)
+    return solve_each_layer(sim, data, adaround_solver.solve, "AdaRound", "adaround", run, choices, gathers)
 
 
 def gptq(
@@ -185,42 +169,24 @@ def gptq(
     run = run_of(gptq, options)
     choices: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "damping": damping}
     choices |= {"scales": scales, "sweeps": sweeps, "shift_bias": shift_bias}
-    return solve_each_layer(
-        sim,
-        data,
-        partial(gptq_solver.solve, **choices),
-        "GPTQ",
-        verb="gptq",
-        options=choices,
-        run=run,
-    )
+    return solve_each_layer(sim, data, gptq_solver.solve, "GPTQ", "gptq", run, choices)
 
 
 def solve_each_layer(
     sim: Sim,
     data: Iterable[Any],
-    solver: Solver,
+    solve: Callable[..., Solution],
     title: str,
-    *,
-    verb: str | None = None,
+    verb: str,
     run: Run,
+    choices: Mapping[str, Any],
     gathers: GatherOptions = _ALL,
-    options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Run a layer solver over a sim of either side; if it fails, the sim is unchanged."""
+    """Run a layer solver with its choices over a sim of either side; if it fails, the sim is unchanged."""
     with ExitStack() as stack:
         with ranks.telling_others():
             walk, rounded = stack.enter_context(door_of(sim, run).layer_walk(data))
         ranks.require_same_layers([])
-        return solve_layers(
-            walk,
-            solver,
-            title=title,
-            verb=verb,
-            gathers=gathers,
-            options=options,
-            progress=run.progress,
-            seed=run.seed,
-            checkpoint=run.checkpoint,
-            rounded=rounded,
-        )
+        shared: dict[str, Any] = {"progress": run.progress, "seed": run.seed, "checkpoint": run.checkpoint}
+        asked: dict[str, Any] = {"verb": verb, "gathers": gathers, "options": choices, "rounded": rounded}
+        return solve_layers(walk, partial(solve, **choices), title=title, **asked, **shared)

@@ -74,7 +74,7 @@ def solve_each_layer(
     sim: QuantSim, batches: Any, solver: Solver, *, seed: int = 0, forward: Forward | None = None, **options: Any
 ) -> Report:
     run = Run(forward=forward, progress=False, seed=seed)
-    return solve_layers(sim, batches, solver, "Solve", run=run, **options)
+    return solve_layers(sim, batches, solver, "Solve", "solve", run, {}, **options)
 
 
 def state(sim: QuantSim) -> dict[str, Any]:

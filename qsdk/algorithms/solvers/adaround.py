@@ -89,7 +89,7 @@ def _solve(
     check = HeldoutCheck.of(problem, shift_bias=shift_bias)
     objective = Objective.of(check.judged, damping)
     if method == "coordinate_descent":
-        codes = _fast(objective, grid, count, starts)
+        codes = _descended(objective, grid, count, starts)
     else:
         codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count)
     rounded = (codes * grid.scale).mT
@@ -132,7 +132,7 @@ def _require_options(
         raise ConfigError(f"unknown method {method!r} of adaround; choose one of {', '.join(METHODS)}")
     if activation and method == "coordinate_descent":
         raise ConfigError(
-            "second moments, which method='fast' is solved on, end in front of activation functions; "
+            "second moments, on which method='coordinate_descent' works, end in front of activation functions; "
             "choose method='relaxed' with activation=True"
         )
     if damping is not None and damping <= 0:
@@ -141,7 +141,7 @@ def _require_options(
         raise ConfigError(f"{site}: {starts} starts and {iterations} iterations; give at least 1 and 0")
 
 
-def _fast(objective: Objective, grid: WeightGrid, sweeps: int, starts: int) -> Tensor:
+def _descended(objective: Objective, grid: WeightGrid, sweeps: int, starts: int) -> Tensor:
     """Return the best codes from several orders of the columns, as many side by side as is efficient."""
     weights, columns = objective.weight.numel(), objective.weight.shape[1]
     orders = _orders(objective.h, starts if columns > 1 else 1)
