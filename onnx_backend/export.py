@@ -33,7 +33,7 @@ from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.runtimes.runtime import Prefer, Runtime
 from onnx_backend.runtimes.validate import require_readable
 from onnx_backend.workarounds.onnxruntime_barriers import needed_options
-from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.lazy_arrays import LazyMapping
@@ -66,7 +66,7 @@ def write_model(
     path: str | os.PathLike[str],
     *,
     opset: int,
-    dialect: Dialect,
+    dialect: AnyDialect | Runtime,
     provenance: Mapping[str, Any],
     tensors: Mapping[str, str] | None = None,
     external_data: bool | None = None,
@@ -165,7 +165,7 @@ def _form(
     parts: Mapping[Path, Shapes] | None,
 ) -> dict[str, Any]:
     """Give a lowered model the sizes and the edges that are wanted, in place, and return facts for the report."""
-    sizes = _fix_sizes(model, shapes, runtime, required=parts is not None or runtime.fixed_sizes)
+    sizes = _fix_sizes(model, shapes, runtime, required=parts is not None or runtime.target.fixed_sizes)
     runtime.with_sizes(model)
     narrow_regions(model, {"float16", *runtime.pair_types})
     drop_properties(model, (CACHE_KEY, FILE_KEY))
@@ -251,7 +251,7 @@ def _fix_sizes(
     if wanted or required:
         fixed = propagate_static_sizes(with_shapes(model, wanted, least=0))
         leave_out_empty_inputs(fixed)
-        fixed = with_stored_codes(fixed) if runtime.fixed_sizes else fixed
+        fixed = with_stored_codes(fixed) if runtime.target.fixed_sizes else fixed
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
         drop_unused_initializers(fixed.graph)
         model.CopyFrom(fixed)

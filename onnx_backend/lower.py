@@ -32,7 +32,7 @@ from onnx_backend.runtimes.registry import note_form, runtime_named
 from onnx_backend.runtimes.runtime import Prefer, Runtime
 from onnx_backend.workarounds.kernel_casts import insert_kernel_casts
 from onnx_backend.workarounds.onnxruntime_barriers import OPTIONS_KEY, needed_options
-from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType, int8
 from qsdk.core.numerics.encoding import Encoding, storage_type
@@ -52,7 +52,7 @@ def insert(
     encodings: Mapping[str, Encoding],
     *,
     opset: int = OPSET,
-    dialect: Dialect = "onnxruntime",
+    dialect: AnyDialect | Runtime = "onnxruntime",
 ) -> tuple[ModelProto, list[dict[str, Any]]]:
     """Replace every mark by its decision: Q/DQ, an integer initializer, a pair of casts, or nothing.
 
@@ -68,7 +68,7 @@ def lower(
     encodings: Mapping[str, Encoding],
     *,
     opset: int = OPSET,
-    dialect: Dialect = "onnxruntime",
+    dialect: AnyDialect | Runtime = "onnxruntime",
     weights: Mapping[str, Array] | None = None,
     prefer: Prefer = "size",
 ) -> LoweredModel:

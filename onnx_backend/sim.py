@@ -33,7 +33,7 @@ from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
 from onnx_backend.runtime.session import RepeatedSession
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import FoldedNorm
@@ -370,7 +370,7 @@ class OnnxSim(StatefulSim):
         """Return the float model with a mark at every site; it is to be read only."""
         return TracedModel(self._marked, {}, self.graph)
 
-    def qdq_model(self, dialect: Dialect = "onnxruntime") -> ModelProto:
+    def qdq_model(self, dialect: AnyDialect = "onnxruntime") -> ModelProto:
         """Return the model with Q/DQ, as it would be exported; islands are in float32 between casts that round.
 
         Raises:

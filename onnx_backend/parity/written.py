@@ -59,7 +59,7 @@ class ExpectedModel:
         every: list[tuple[Runtime, Prefer]] = [(runtime, "size") for runtime in RUNTIMES.values()]
         every.insert(0, (RUNTIMES["onnxruntime"], "speed"))
         for runtime, prefer in every if noted is None else [noted]:
-            options: dict[str, Any] = {"opset": opset, "dialect": runtime.name, "prefer": prefer}
+            options: dict[str, Any] = {"opset": opset, "dialect": runtime, "prefer": prefer}
             form = lower(self.traced.model, self.plan, self.encodings, weights=self.traced.weights, **options)
             if open_inputs(model):
                 runtime.with_sizes(form.model)

@@ -39,6 +39,7 @@ from onnx_backend.workarounds.onnxruntime_barriers import (
     needed_options,
     reads_moved_batch,
 )
+from qsdk.core.config.target import load_target
 from qsdk.core.errors import ExportError, ModelError
 from qsdk.core.numerics.encoding import Encoding
 
@@ -237,7 +238,7 @@ def _multiplies_integers(node: NodeProto) -> bool:
 
 
 ONNXRUNTIME = Runtime(
-    "onnxruntime",
+    load_target("onnxruntime"),
     "1.32",
     simulates=True,
     opens=True,

@@ -27,6 +27,7 @@ from onnx_backend.workarounds.openvino import (
     keep_off_codes,
     kept_signal_stack,
 )
+from qsdk.core.config.target import load_target
 from qsdk.core.errors import ModelError
 
 Array = npt.NDArray[Any]
@@ -228,7 +229,7 @@ def _keep_constants_apart(model: ModelProto) -> None:
 
 
 OPENVINO = Runtime(
-    "openvino",
+    load_target("openvino"),
     "2026.4",
     clipped=_REMOVED,
     finish=keep_off_codes,

@@ -30,6 +30,7 @@ from onnx_backend.runtimes.tables import (
     wrong_shift,
 )
 from onnx_backend.validation.scope import Finding, error, is_quantizer, warning
+from qsdk.core.config.target import load_target
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.op_facts import BLOCK_MOVES
 
@@ -296,10 +297,8 @@ def _fits(pool: NodeProto, shape: Sequence[int | str | None] | None) -> bool:
 
 
 QNN = Runtime(
-    "qnn",
+    load_target("qnn"),
     "2.7",
-    explicit=True,
-    fixed_sizes=True,
     finish=quantize_scalars,
     findings=_findings,
     table=TABLE,

@@ -10,32 +10,38 @@ from onnx import ModelProto
 from onnx_backend.profiling.kernels import Array, Profile, numbered, with_labels
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.runtimes.described import described
 from onnx_backend.runtimes.onnxruntime import ONNXRUNTIME
 from onnx_backend.runtimes.openvino import OPENVINO
 from onnx_backend.runtimes.qnn import QNN
 from onnx_backend.runtimes.runner import Runner
 from onnx_backend.runtimes.runtime import Prefer, Runtime
 from onnx_backend.runtimes.tensorrt import TENSORRT
+from qsdk.core.config.for_dialect import AnyDialect
+from qsdk.core.config.target import Target, load_target
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 
 #: the standard's own form, for any runtime that reads it
-STANDARD = Runtime("onnx", opens=True, pair_types=("float16", "bfloat16"), narrow_scales=True)
+STANDARD = Runtime(load_target("onnx"), opens=True, pair_types=("float16", "bfloat16"), narrow_scales=True)
 RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
     {runtime.name: runtime for runtime in (ONNXRUNTIME, STANDARD, OPENVINO, QNN, TENSORRT)}
 )
+_EXPLICIT = "zero points"  # the form of files for described targets: as `Target.zero_points`, else as the standard
 WRITTEN_KEY = "qsdk.written_for"  # property of a model: the form in which it was written, as JSON
 
 
-def runtime_named(dialect: str) -> Runtime:
-    """Return the runtime of a dialect; a ConfigError if there is none."""
-    if dialect not in RUNTIMES:
-        raise ConfigError(f"unknown dialect {dialect!r}; choose one of {', '.join(RUNTIMES)}")
-    return RUNTIMES[dialect]
+def runtime_named(dialect: AnyDialect | Runtime) -> Runtime:
+    """Return the runtime of a dialect, or that which a `.toml` file describes; a ConfigError if there is none."""
+    if isinstance(dialect, Runtime):
+        return dialect
+    return RUNTIMES.get(str(dialect)) or described(load_target(dialect))
 
 
 def note_form(model: ModelProto, runtime: Runtime, prefer: str) -> None:
     """Note in a model, in place, the dialect that it is written in, its version, and whether for speed or size."""
     facts = {"dialect": runtime.name, "version": runtime.version, "prefer": prefer}
+    if runtime.name not in RUNTIMES:
+        facts["form"] = _EXPLICIT if runtime.explicit else STANDARD.name
     set_properties(model, {WRITTEN_KEY: json.dumps({name: fact for name, fact in facts.items() if fact})})
 
 
@@ -49,9 +55,11 @@ def noted_form(model: ModelProto) -> tuple[Runtime, Prefer] | None:
         return None
     try:
         facts: dict[str, Any] = json.loads(text)
-        dialect, prefer = facts["dialect"], facts["prefer"]
+        dialect, prefer, form = facts["dialect"], facts["prefer"], facts.get("form")
     except (ValueError, RecursionError, TypeError, KeyError):
-        dialect = prefer = text
+        dialect = prefer = form = text
+    if form in (_EXPLICIT, STANDARD.name):
+        return described(Target(str(dialect), zero_points=form == _EXPLICIT)), cast("Prefer", prefer)
     if dialect not in RUNTIMES or prefer not in ("speed", "size"):
         raise FileFormatError(
             f"the property {WRITTEN_KEY} of the file is {text!r}, which this version of qsdk does not know; update "

@@ -13,7 +13,7 @@ from onnx_backend.readers import Form
 from onnx_backend.runtimes.runner import Runner
 from onnx_backend.runtimes.tables import RuntimeTable
 from onnx_backend.validation.scope import Finding
-from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.config.target import Target
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 
@@ -39,18 +39,15 @@ class Runtime:
     """One runtime, or the standard's own form; the defaults are those of the standard.
 
     Attributes:
-        name: of the dialect in which files are written for it.
+        target: its facts that need no code: the dialect in which files are written for it, its dtypes.
         version: that all of this was measured on; "" for none.
         simulates: it is the runtime of simulations, whose CPU must be able to load every file.
         opens: ONNX Runtime opens its files, so that export can compare them with the simulation.
-        explicit: every QuantizeLinear and DequantizeLinear has a zero point, none an `output_dtype`; for runtimes that
-            do not know the attribute, one of which computes in floats, or takes unsigned 8 bits for signed ones.
-        by_zero_point: containers of which the same holds.
+        by_zero_point: containers whose QuantizeLinear has a zero point in any case.
         pair_types: float types, other than float32, that pairs can have.
         narrow_scales: block scales of float8 and float4 are stored in the narrow type that holds them.
         clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
             runtime removes the pair, and with it the bounds.
-        fixed_sizes: the runtime compiles for one size of every input.
         kernel_casts: ops without a kernel for float64 or bfloat16 compute in float32 between casts.
         whole_bytes: weights of 4 bits beside quantized activations have integer kernels in 8 bits alone.
         refuse: raises ExportError for encodings that it cannot run.
@@ -65,16 +62,14 @@ class Runtime:
         time: see `TimeKernels`; None where times cannot be taken.
     """
 
-    name: Dialect
+    target: Target
     version: str = ""
     simulates: bool = False
     opens: bool = False
-    explicit: bool = False
     by_zero_point: frozenset[str] = frozenset()
     pair_types: tuple[str, ...] = ()
     narrow_scales: bool = False
     clipped: frozenset[str] = frozenset()
-    fixed_sizes: bool = False
     kernel_casts: bool = False
     whole_bytes: bool = False
     refuse: Callable[[Mapping[str, Encoding]], None] | None = None
@@ -87,6 +82,19 @@ class Runtime:
     open: Callable[[ModelProto], Runner] | None = None
     open_part: Callable[[ModelProto], Runner] | None = None
     time: TimeKernels | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the dialect in which files are written for it."""
+        return self.target.name
+
+    @property
+    def explicit(self) -> bool:
+        """Return whether every QuantizeLinear and DequantizeLinear has a zero point, and none an `output_dtype`.
+
+        It is for runtimes that do not know the attribute: one computes in floats, or takes unsigned 8 bits for signed.
+        """
+        return self.target.zero_points
 
     @property
     def in_bfloat16(self) -> bool:

@@ -13,6 +13,7 @@ from onnx_backend.readers import Readers, type_name
 from onnx_backend.runtimes.runtime import Runtime
 from onnx_backend.runtimes.tables import lacks_zero_point, ranges_at_run_time
 from onnx_backend.validation.scope import Finding, error, is_quantizer, warning
+from qsdk.core.config.target import load_target
 from qsdk.core.graph.op_facts import LINEAR
 
 _TYPES = frozenset({"int8", "float8e4m3fn", "float4e2m1"})  # and int4 for weights
@@ -120,4 +121,4 @@ def _behind_its_pair(layer: NodeProto, known: Readers) -> list[NodeProto]:
     return readers if len(readers) == 1 and readers[0].op_type in ("Relu", "Add") else []
 
 
-TENSORRT = Runtime("tensorrt", explicit=True, findings=_findings)
+TENSORRT = Runtime(load_target("tensorrt"), findings=_findings)

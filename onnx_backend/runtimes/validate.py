@@ -8,6 +8,7 @@ from onnx_backend.runtimes.onnxruntime import default_session
 from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.runtimes.runtime import Runtime
 from onnx_backend.validation.rules import findings
+from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.errors import ExportError
 from qsdk.core.report import Report
 
@@ -15,7 +16,7 @@ _OF_ONNXRUNTIME = ("runtime", "kernel")  # rules on what its CPU cannot load
 _SHOWN = 5  # problems that an error quotes
 
 
-def validate(model: ModelProto, *, dialect: str | None = None) -> Report:
+def validate(model: ModelProto, *, dialect: AnyDialect | None = None) -> Report:
     """Check a model's quantization, functions and branches included, and how the runtime of a dialect runs it.
 
     No dialect stands for ONNX Runtime at its default level. Returns rows `node`, `rule`, `severity` (error or warning),

@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 from qsdk.core.aimet_config.load_config import PRESETS, load_config
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.config.for_dialect import Dialect, RuntimeName, TimedRuntime
+from qsdk.core.config.for_dialect import RuntimeName, TimedRuntime
 from qsdk.core.config.json_form import read_choice
 from qsdk.core.config.rules import CHOICES
+from qsdk.core.config.target import shipped_targets
 from qsdk.core.errors import ConfigError
 from qsdk.core.ranges.estimators import METHODS
 
@@ -107,7 +108,8 @@ def _one_of(names: Iterable[str]) -> str:
     return f"{{{','.join(names)}}}"
 
 
-_DIALECTS, _RUNTIMES, _TIMED = (_one_of(get_args(kind)) for kind in (Dialect, RuntimeName, TimedRuntime))
+_RUNTIMES, _TIMED = (_one_of(get_args(kind)) for kind in (RuntimeName, TimedRuntime))
+_DIALECTS = f"{', '.join(shipped_targets())}, or the .toml file that describes a target"
 
 _METRIC = """
     --labels FILE|folder-names  indices of the classes: .npy, .npz (array 'labels'), .csv (label, or file,label), or
@@ -192,7 +194,7 @@ def add_validate(commands: Any) -> None:
     validate = add_command(commands, "validate", text, "qsdk validate model.onnx --json", "qsdk.commands.validate:run")
     rows = f"""
     model  a quantized ONNX file
-    --dialect {_DIALECTS}  check for this runtime (default: ONNX Runtime's CPU)
+    --dialect NAME  check for this runtime: {_DIALECTS} (default: ONNX Runtime's CPU)
     --strict  exit 1 on warnings too"""
     add_options(validate, rows)
 
@@ -344,8 +346,8 @@ def add_quantize(commands: Any) -> None:
     rows = f"""
     --metric-data PATH ...  as --data: what --metric and --labels are for instead, all of it, while --data calibrates
     --opset N  13 to 25 (default: 21)
-    --dialect {_DIALECTS}  the runtime that is to read the file (default: onnxruntime, with the config as it is); what
-        it cannot have is changed before calibration; for onnxruntime, int8 weights become uint8, exact on every
+    --dialect NAME  the runtime that is to read the file: {_DIALECTS} (default: onnxruntime, with the config as it is);
+        what it cannot have is changed before calibration; for onnxruntime, int8 weights are made exact on every
         processor
     --prefer {{speed,size}}  size: two 4-bit weights share a byte beside quantized activations too, where no integer
         kernel of ONNX Runtime reads them (default: speed)"""

@@ -11,7 +11,6 @@ from typing import Any
 
 from onnx_backend.proto.inputs import ModelInput, inputs_of
 from onnx_backend.proto.model_io import load
-from onnx_backend.runtimes.registry import RUNTIMES
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import Batch, FileBatches, batches_of_options, one_sample, source_in_words
 from qsdk.commands.data.modules import TensorBatches, arrays_of, made_module
@@ -20,6 +19,7 @@ from qsdk.commands.data.user_functions import names_function
 from qsdk.commands.options import config_of
 from qsdk.commands.printing import require_output, show
 from qsdk.commands.scores import scorer_of_options
+from qsdk.core.config.target import load_target
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.verbs.analysis.precision import mixed_precision
@@ -112,8 +112,7 @@ def _exported(sim: Sim, options: Namespace) -> Report:
 
 def _has_fixed_sizes(dialect: str | None) -> bool:
     """Return whether files of a dialect (or format of `--format`) have one size of every input."""
-    runtime = RUNTIMES.get(dialect or "")
-    return runtime is not None and runtime.fixed_sizes
+    return dialect is not None and load_target(dialect).fixed_sizes
 
 
 def _opened(options: Namespace) -> _Opened:

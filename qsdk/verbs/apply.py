@@ -11,7 +11,7 @@ from onnx_backend.opening.encodings_of_file import stored_encodings
 from onnx_backend.proto import model_io
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_with_encodings import NOT_MENTIONED, sim_with_encodings
-from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.encodings.formats import read_any
 from qsdk.core.encodings.provenance import GRAPH
 from qsdk.core.encodings.qsdk_format import StoredEncodings
@@ -32,7 +32,7 @@ def apply_encodings(
     out: str | os.PathLike[str],
     *,
     opset: int = 21,
-    dialect: Dialect = "onnxruntime",
+    dialect: AnyDialect = "onnxruntime",
     strict: bool = True,
 ) -> Report:
     """Quantize a float ONNX model with encodings that exist already, without data and without the PyTorch model.

@@ -12,10 +12,11 @@ from onnx_backend.data_passes.written_file import Opened, check_written
 from onnx_backend.export import Shapes, without_uncalibrated, write_model
 from onnx_backend.opening.encodings_of_file import float_facts, merge_provenance
 from onnx_backend.passes.integer_cache import has_integer_cache
+from onnx_backend.proto.opsets import OPSET
 from onnx_backend.proto.write_file import StagedModel
 from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config.for_dialect import Dialect, RuntimeName
+from qsdk.core.config.for_dialect import AnyDialect, RuntimeName
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.encoding import Encoding
@@ -50,7 +51,7 @@ def export(
     *,
     format: Literal["onnx", "compressed-tensors", "genai", "gguf"] = "onnx",
     opset: int = 21,
-    dialect: Dialect = "onnxruntime",
+    dialect: AnyDialect = "onnxruntime",
     uncalibrated: Literal["error", "float"] = "error",
     prefer: Literal["speed", "size"] = "speed",
     check: bool = True,
@@ -67,10 +68,12 @@ def export(
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
             for causal models of transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
-        opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
-            8-bit types alone, with scales per tensor or channel.
+        opset: 13 to 25, but no higher than the target of the dialect reads (the default becomes the newest that it
+            does). Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are 8-bit
+            types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
-            level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`; or `onnx`, the standard form without regard to one.
+            level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`, another target that comes with qsdk, or a `.toml`
+            file that describes one; or `onnx`, the standard form without regard to one.
         uncalibrated: `float` leaves sites without an encoding float.
         check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
@@ -122,8 +125,12 @@ def export(
     if format != "onnx":
         raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
     _require_own(format, options)
-    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
-    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
+    target = runtime_named(dialect).target
+    newest = {"opset": target.opsets[1]} if opset == OPSET > target.opsets[1] else {}
+    choices |= {**newest, "check": check}
+    report = with_notes(write_onnx(sim, plan, encodings, path, choices), sim.bias_remarks())
+    said = {name: f"{value}: the newest that {target.title or target.name} reads" for name, value in newest.items()}
+    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts, **said})
 
 
 def check_parity(

@@ -25,7 +25,7 @@ from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.runtimes.validate import validate as validate_model
 from onnx_backend.validation.rules import require_valid
 from onnx_backend.workarounds.onnxruntime_barriers import needed_options
-from qsdk.core.config.for_dialect import Dialect
+from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.errors import FileFormatError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
@@ -33,14 +33,15 @@ from qsdk.core.report import Report
 OnnxSource = str | os.PathLike[str] | ModelProto
 
 
-def validate(model: OnnxSource, *, dialect: Dialect | None = None) -> Report:
+def validate(model: OnnxSource, *, dialect: AnyDialect | None = None) -> Report:
     """Check a Q/DQ model against the rules that ONNX's own checkers miss: one row per finding, with the remedy.
 
     For ONNX Runtime, notes name what a session computes in floats for nothing (rule `speed`, files up to 1 GiB).
 
     Args:
         model: a path or a model.
-        dialect: also list what the runtime of a dialect refuses, misreads or computes otherwise; None for ONNX Runtime.
+        dialect: also list what this runtime refuses, misreads or computes otherwise, by its name or the `.toml` file
+            that describes it; None for ONNX Runtime.
 
     Raises:
         ConfigError: there is no such dialect.
@@ -57,7 +58,7 @@ def validate(model: OnnxSource, *, dialect: Dialect | None = None) -> Report:
     return validated(model_io.load(model, whole=True), dialect)
 
 
-def validated(model: ModelProto, dialect: str | None) -> Report:
+def validated(model: ModelProto, dialect: AnyDialect | None) -> Report:
     """Validate an opened model by all rules, `speed` included, for which an ordinary session is opened."""
     report = validate_model(model, dialect=dialect)
     if report.summary["errors"] or not runtime_named(dialect or "onnxruntime").simulates:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Unpack
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import CHANGES, changed_choices, changes_for, hardware_in, scale_bits_of, weight_for
+from qsdk.core.config.for_dialect import changed_choices, first_rules, hardware_in, scale_bits_of
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -23,9 +23,9 @@ from qsdk.core.config.rules import (
     require_known,
     with_dtypes,
 )
+from qsdk.core.config.target import Target, load_target
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
-    DTYPES,
     DType,
     WeightType,
     dtype_named,
@@ -89,6 +89,8 @@ class QuantConfig:
         only_linear: quantizes the weights of linear layers and what these layers read, and nothing else, as servers of
             language models compute, which read whole blocks alone. A table that an embedding shares with a linear layer
             stays float too.
+        integer_ops: ONNX types for which the target has integer kernels; what none of them reads or writes stays float.
+            None for all.
         compute: what layers multiply whose weights alone are quantized. "int8": they round their float input to int8,
             for each block of 16 to 256 input channels as the weight has them, else of 32, as ONNX Runtime's fast kernel
             does by itself; "float32" leaves it as it is. None is float32, until `for_dialect("onnxruntime")`.
@@ -127,6 +129,7 @@ class QuantConfig:
     two_level_scales: bool = False
     per_channel_activations: bool = False
     only_linear: bool = False
+    integer_ops: tuple[str, ...] | None = None
     compute: Compute | None = None
     patterns: tuple[Pattern, ...] = ()
     notes: Report | None = field(default=None, compare=False, repr=False)
@@ -187,7 +190,7 @@ class QuantConfig:
 
     def for_dialect(
         self,
-        dialect: str,
+        dialect: str | os.PathLike[str],
         *,
         processor: Literal["any", "vnni", "avx2", "arm64"] = "any",
         placement: Literal["kernels", "all"] | None = None,
@@ -212,7 +215,7 @@ class QuantConfig:
         and layers round their input to int8 (`compute`), as its fast kernels do.
 
         Args:
-            dialect: of `qsdk.export`, or one of its formats, `compressed-tensors`, `genai` and `gguf`.
+            dialect: the name of a target (`qsdk.core.config.targets`), or a `.toml` file that describes one.
             processor: for `onnxruntime`, where the file is to be exact: `any` (`int8_exact`: int8 with scales so large
                 that no sum of products saturates, as fast everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with
                 a zero point of 128, slower).
@@ -223,50 +226,48 @@ class QuantConfig:
             ConfigError: an unknown dialect, processor or placement, or a choice for which the dialect has nothing, such
                 as float8 activations for `qnn`.
         """
-        own, changes = {name: getattr(self, name) for name in CHOICES}, changes_for(dialect)
-        rules = tuple(
-            replace(rule, choices={**rule.choices, **changed_choices(rule.choices, dialect)}) for rule in self.rules
+        target = load_target(dialect)
+        rules = tuple(replace(r, choices={**r.choices, **changed_choices(r.choices, target)}) for r in self.rules)
+        own = {name: getattr(self, name) for name in CHOICES}
+        exact = (self.weight, self.activation, self.block_size) == (int8, uint8, None)
+        first = first_rules(target, processor, exact=exact, symmetric_weights=self.symmetric_weights is not False)
+        changed = replace(
+            self,
+            **changed_choices(own, target),
+            # before the user's own, which are preferred to them
+            rules=(*first, *(rule for rule in rules if rule not in first)),
+            only_linear=self.only_linear or target.only_linear,
+            integer_ops=self.integer_ops or target.integer_ops,
+            hardware=self.hardware or hardware_in(target, placement),
         )
-        changed = replace(self, **changed_choices(own, dialect), rules=rules)
-        changed = replace(changed, only_linear=changed.only_linear or changes.only_linear)
-        if changes.scale_digits is not None:
-            changed = self._with_scale_digits(changed, dialect)
-        changed = replace(changed, hardware=changed.hardware or hardware_in(dialect, placement))
-        weight = weight_for(dialect, processor)
-        if weight not in (None, int8) and (self.weight, self.activation) == (int8, uint8) and self.block_size is None:
-            exact = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": weight}
-            symmetric = self.symmetric_weights is not False
-            if weight.exact_sums and not symmetric:
-                exact |= {"weight": DTYPES["int7"]}  # where a zero point is part of every code
-            exact |= {"symmetric_weights": symmetric}
-            first = make_rule("*", exact, optional=True)  # so that every rule of the user's comes after it
-            changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
-        if changes.int8_inputs and changed.activation.kind == "float":
+        if target.scale_bits is not None and self.scale_bits is None:
+            changed = replace(changed, scale_bits=target.scale_bits)
+        if target.symmetric_weights:
+            changed = replace(changed, symmetric_weights=True)
+        if target.weight_scale_bits is not None:
+            changed = self._with_scale_digits(changed, target)
+        if target.int8_inputs and changed.activation.kind == "float":
             changed = replace(changed, compute=self.compute or "int8")
-        if changes.kv_cache is not None and changed.kv_cache is None:
-            changed = replace(changed, kv_cache=changes.kv_cache)
-        if changes.only_linear:
+        if target.kv_cache is not None and changed.kv_cache is None:
+            changed = replace(changed, kv_cache=dtype_named(target.kv_cache))
+        if target.only_linear:
             changed = replace(changed, compute=None)  # such files have no field for it
-        if changes.fused_slopes is not None:
-            slopes = {"op_type": ("LeakyRelu", "PRelu"), "supergroup": changes.fused_slopes}
-            first = make_rule("*", slopes, optional=True)
-            changed = replace(changed, rules=(first, *(rule for rule in changed.rules if rule != first)))
-        if not changes.float_biases:
+        if not target.float_biases:
             return changed
-        return changed.override("*", op_type=changes.float_biases, bias=float32, optional=True)
+        return changed.override("*", op_type=target.float_biases, bias=float32, optional=True)
 
-    def _with_scale_digits(self, changed: "QuantConfig", dialect: str) -> "QuantConfig":
-        """Return the config for a dialect with scales of weights that its types can hold, in rules as well."""
+    def _with_scale_digits(self, changed: "QuantConfig", target: Target) -> "QuantConfig":
+        """Return the config for a target with scales of weights that its types can hold, in rules as well."""
         own, rules = {name: getattr(self, name) for name in CHOICES}, []
         for rule in changed.rules:
             about_scales = {"weight", "symmetric_weights", "scale_bits"} & rule.choices.keys()
-            digits = scale_bits_of({**own, **rule.choices}, dialect) if about_scales else None
+            digits = scale_bits_of({**own, **rule.choices}, target) if about_scales else None
             rules.append(rule if digits is None else replace(rule, choices={**rule.choices, "scale_bits": digits}))
-        changed = replace(changed, scale_bits=scale_bits_of(own, dialect), rules=tuple(rules))
+        changed = replace(changed, scale_bits=scale_bits_of(own, target), rules=tuple(rules))
         if all(choice.get("symmetric_weights") is not False for choice in (own, *(rule.choices for rule in rules))):
             return changed
         # tables keep 8 bits, which no type holds with zero points
-        digits = CHANGES[dialect].scale_digits
+        digits = target.weight_scale_bits
         return changed.override("*", op_type="Gather", symmetric_weights=True, scale_bits=digits, optional=True)
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":

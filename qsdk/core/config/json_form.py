@@ -42,12 +42,13 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _is_names(value: Any) -> bool:
+def is_names(value: Any) -> bool:
+    """Return whether a value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _is_layers(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_names(item) for item in value.values())
+    return isinstance(value, dict) and all(is_names(item) for item in value.values())
 
 
 def _is_range(value: Any) -> bool:
@@ -82,19 +83,19 @@ _WEIGHT = JsonType(
     weight_type_named,
     lambda given: given if isinstance(given, str) else given.name,
 )
-_FLAG = JsonType({"type": "boolean"}, "true or false", lambda value: type(value) is bool)
+FLAG = JsonType({"type": "boolean"}, "true or false", lambda value: type(value) is bool)
 _COUNT = JsonType(
     {"type": "integer", "minimum": 1}, "a whole number from 1", lambda value: type(value) is int and value > 0
 )
 _TEXT = JsonType({"type": "string"}, "a string", lambda value: isinstance(value, str))
-_NAMES = JsonType(_STRINGS, "a list of strings", _is_names, tuple, list)
+_NAMES = JsonType(_STRINGS, "a list of strings", is_names, tuple, list)
 _RANGE = JsonType(
     {"anyOf": [_PAIR, {"const": "observed"}]}, '[low, high] or "observed"', _is_range, as_fixed_range, _as_list
 )
 _PATTERNS = JsonType(
     {"anyOf": [{"type": "string"}, {**_STRINGS, "minItems": 1}]},
     "a string, or a list of strings",
-    lambda value: isinstance(value, str) or (_is_names(value) and bool(value)),
+    lambda value: isinstance(value, str) or (is_names(value) and bool(value)),
 )
 _SHAPE = JsonType(
     {"type": "array", "items": {"type": ["integer", "string", "null"]}},
@@ -128,7 +129,7 @@ _BY_TYPE: Mapping[Any, JsonType] = {
     WeightType | str | None: _WEIGHT,
     DType | str | None: _DTYPE,
     int | None: _COUNT,
-    bool | None: _FLAG,
+    bool | None: FLAG,
     FixedRange | None: _RANGE,
     CacheScales | None: _one_of(ALLOWED["kv_cache_scales"]),
     Dynamic | None: _one_of(ALLOWED["dynamic_activations"], 'true, false or "token"'),
@@ -139,16 +140,17 @@ _RULE_TYPES: Mapping[str, JsonType] = {
     "op_type": _NAMES,
     "shape": _SHAPE,
     "tensor_dtype": _one_of(TENSOR_DTYPES),
-    "optional": _FLAG,
+    "optional": FLAG,
     **_CHOICE_TYPES,
 }
 _CONFIG_TYPES: Mapping[str, JsonType] = {
     **_CHOICE_TYPES,
-    _POWER_OF_TWO: _FLAG,
+    _POWER_OF_TWO: FLAG,
     "supergroups": _NAMES,
     "hardware": _TEXT,
     "layers": _LAYERS,
-    "only_linear": _FLAG,
+    "only_linear": FLAG,
+    "integer_ops": _NAMES,
     "compute": _one_of(ALLOWED["compute"]),
 }
 
@@ -215,7 +217,7 @@ def read_object(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data.get("$schema", ""), str):
         raise ConfigError(f"{where}.$schema is a string, not {_describe(data['$schema'])}")
     head = ("$schema", "format", "version", "rules")
-    result = _read({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
+    result = read_fields({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
     if result.pop(_POWER_OF_TWO, False):
         result.setdefault("scale_bits", 1)
     require_bias(result.get("bias"), where)
@@ -227,7 +229,7 @@ def _rules(data: Any, where: str) -> list[Any]:
     """Return the rules of an entry: one for each of its patterns."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} is an object, not {_describe(data)}")
-    result = _read(data, _RULE_TYPES, where)
+    result = read_fields(data, _RULE_TYPES, where)
     if "pattern" not in result:
         raise ConfigError(f'{where} has no "pattern"; give a glob, "*" for every owner')
     patterns, optional = result.pop("pattern"), result.pop("optional", False)
@@ -240,7 +242,10 @@ def _rules(data: Any, where: str) -> list[Any]:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _read(data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, others: tuple[str, ...] = ()) -> Any:
+def read_fields(
+    data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, others: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return the values of an object, each read by its type; `others` are keys that may stand beside those of types."""
     result = {}
     for name, value in data.items():
         kind = types.get(name)
@@ -266,7 +271,7 @@ def read_choice(name: str, text: str, where: str) -> Any:
 def read_value(value: Any, kind: JsonType, where: str) -> Any:
     """Return one value, read from JSON."""
     if not kind.accepts(value):
-        remedy = f"; write {value.lower()} without quotes" if kind is _FLAG and value in ("True", "False") else ""
+        remedy = f"; write {value.lower()} without quotes" if kind is FLAG and value in ("True", "False") else ""
         raise ConfigError(f"{where} is {kind.expected}, not {_describe(value)}{remedy}")
     try:
         return kind.read(value)

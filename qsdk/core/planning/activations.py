@@ -10,8 +10,7 @@ from qsdk.core.graph.graph import Op
 from qsdk.core.numerics.dtypes import DType, int8, uint8
 from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.context import PlanningContext, ResolvedConfig
-from qsdk.core.planning.hardware import only_kernels
-from qsdk.core.planning.placement import NO_KERNEL, kernel_tensors
+from qsdk.core.planning.placement import NO_KERNEL, without_kernels
 from qsdk.core.planning.plan import BY_CALIBRATION, OF_CACHE, Decision
 from qsdk.core.planning.ties import (
     JOINS,
@@ -46,8 +45,7 @@ _ACTIVATION_CHOICES = (
 def plan_activations(context: PlanningContext) -> dict[int, Decision]:
     """Decide graph inputs and op outputs, ties included; return the decisions by tensor id."""
     graph = context.graph
-    kept = kernel_tensors(context) if only_kernels(context.config) else range(len(graph.tensors))
-    alone = {tensor: NO_KERNEL for tensor in range(len(graph.tensors)) if tensor not in kept}
+    alone = without_kernels(context)
     assembled = {**alone, **_float_assemblies(context)}
     result = {}
     for tensor in graph.inputs:

@@ -154,7 +154,7 @@ class PlanningContext:
         members = self.groups[op].ops if op in self.groups else (op,)
         made = (self.graph.tensors[t].site for member in members for t in self.graph.ops[member].outputs)
         sites = tuple(site for site in made if site is not None) if len(members) > 1 else (facts.site or "",)
-        return Place(self._owners(members), self._types(op), facts.dtype, facts.shape, sites)
+        return Place(self._owners(members), self.types_of(op), facts.dtype, facts.shape, sites)
 
     def stored_place(self, op: int, tensor: int) -> Place:
         """Return the place of a stored tensor.
@@ -246,7 +246,7 @@ class PlanningContext:
             isinstance(one, DType) and one.is_integer and one.container in _BYTES for one in dtypes
         )
 
-    def _types(self, op: int) -> tuple[str, ...]:
+    def types_of(self, op: int) -> tuple[str, ...]:
         """Return the op types of a result: those of the members of a chain, else the name of the supergroup."""
         group = self.groups.get(op)
         if group is None:

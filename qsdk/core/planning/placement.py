@@ -1,14 +1,45 @@
-"""Where a pair of 8 bits is read or written by an integer kernel of ONNX Runtime, and so saves time."""
+"""Where a pair is read or written by an integer kernel, of ONNX Runtime or of a target that lists its own."""
 
 from qsdk.core.numerics.dtypes import BlockFormat
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.fast_table import LAYERS_ON_CODES, kernel_of
+from qsdk.core.planning.hardware import only_kernels
 from qsdk.core.planning.ties import keeps_grid
 
 NO_KERNEL = 'no integer kernel of ONNX Runtime reads or writes it (placement="all" quantizes it)'
 
 
-def kernel_tensors(context: PlanningContext) -> frozenset[int]:
+NOT_OF_TARGET = "no integer kernel of the target reads or writes it (integer_ops)"
+
+
+def without_kernels(context: PlanningContext) -> dict[int, str]:
+    """Return the tensors that stay float because no integer kernel reads or writes them, with that reason."""
+    if context.config.integer_ops is not None:
+        kept, reason = _tensors_of_target(context), NOT_OF_TARGET
+    elif only_kernels(context.config):
+        kept, reason = _kernel_tensors(context), NO_KERNEL
+    else:
+        return {}
+    return {tensor: reason for tensor in range(len(context.graph.tensors)) if tensor not in kept}
+
+
+def has_kernel(context: PlanningContext, op: int) -> bool:
+    """Return whether the target of a config has an integer kernel for an op, or for its supergroup."""
+    wanted = context.config.integer_ops
+    return wanted is None or not set(wanted).isdisjoint(context.types_of(op))
+
+
+def _tensors_of_target(context: PlanningContext) -> frozenset[int]:
+    """Return the tensors that ops with an integer kernel, or their supergroups, read and write."""
+    graph, found = context.graph, set[int]()
+    for index, op in enumerate(graph.ops):
+        if has_kernel(context, index):
+            last = context.groups[index].ops[-1] if index in context.groups else index
+            found.update(tensor for tensor in (*op.inputs, *graph.ops[last].outputs) if tensor is not None)
+    return frozenset(found)
+
+
+def _kernel_tensors(context: PlanningContext) -> frozenset[int]:
     """Return the activations that integer kernels read, and those that they only have as codes.
 
     Layers read codes, and convolutions give nothing else; a Linear gives floats as well, so its result is no such

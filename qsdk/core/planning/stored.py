@@ -24,7 +24,7 @@ from qsdk.core.numerics.spec import (
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import only_kernels
 from qsdk.core.planning.operands import StoredOperand, is_scalar
-from qsdk.core.planning.placement import NO_KERNEL
+from qsdk.core.planning.placement import NO_KERNEL, NOT_OF_TARGET, has_kernel
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.site import owner_of
@@ -108,6 +108,8 @@ def _stored(
     spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
+    if spec is not None and not has_kernel(context, op):
+        return replace(bare, reason=NOT_OF_TARGET)
     if spec is not None and _has_no_kernel(context, op, role, activations) and not choice.is_named("weight"):
         return replace(bare, reason=NO_KERNEL)
     kept = f"; 8 bits: {wanted.weight} is for weights of layers, unless a rule names this one" if wide else ""

@@ -13,7 +13,7 @@ from onnx_backend.profiling.profile import cures_of, random_feeds_for, rows_of
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of
 from onnx_backend.runtimes import registry
-from qsdk.core.config.for_dialect import Dialect, TimedRuntime
+from qsdk.core.config.for_dialect import AnyDialect, TimedRuntime
 from qsdk.core.report import Report
 from qsdk.core.run_options import ProgressOptions, run_of
 from qsdk.progress import bar
@@ -125,7 +125,7 @@ def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
     return exported(source, registry.timed_runtime(runtime).name)[0]
 
 
-def exported(sim: Sim, dialect: Dialect, prefer: Literal["speed", "size"] = "speed") -> tuple[ModelProto, Report]:
+def exported(sim: Sim, dialect: AnyDialect, prefer: Literal["speed", "size"] = "speed") -> tuple[ModelProto, Report]:
     """Return what is exported of a calibrated sim, and the report on it."""
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
         path = Path(folder) / "model.onnx"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import qsdk
 from qsdk.core.config.for_dialect import scale_bits_of
+from qsdk.core.config.target import load_target
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -34,7 +35,7 @@ def test_a_type_gives_every_value_of_a_calibrated_weight(dtype, granularity, asy
     asymmetric = asymmetric and dtype not in ("int6", "int8")
     rng = np.random.default_rng(seed)
     weight = (rng.normal(size=(3, 512)) * 2.0 ** (size + rng.integers(-4, 5, (3, 1)))).astype(np.float32)
-    bits = scale_bits_of({"weight": dtype_named(dtype), "symmetric_weights": not asymmetric}, "gguf")
+    bits = scale_bits_of({"weight": dtype_named(dtype), "symmetric_weights": not asymmetric}, load_target("gguf"))
     spec = Spec(dtype_named(dtype), granularity, not asymmetric, bits)
     encoding = encoding_from_range(range_of(weight, spec), spec)
     kind, data = bytes_of(weight, encoding)
