@@ -125,12 +125,8 @@ def export(
     if format != "onnx":
         raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
     _require_own(format, options)
-    target = runtime_named(dialect).target
-    newest = {"opset": target.opsets[1]} if opset == OPSET > target.opsets[1] else {}
-    choices |= {**newest, "check": check}
-    report = with_notes(write_onnx(sim, plan, encodings, path, choices), sim.bias_remarks())
-    said = {name: f"{value}: the newest that {target.title or target.name} reads" for name, value in newest.items()}
-    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts, **said})
+    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
+    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
 
 def check_parity(
@@ -188,7 +184,11 @@ def write_onnx(
     provenance = provenance_of(sim.config, sim.graph)
     opened: dict[str, Opened] = {}
     runtime = runtime_named(options["dialect"])
-    checked = options["check"] and runtime.opens
+    checked, newest = options["check"] and runtime.opens, runtime.target.opsets[1]
+    said = {}
+    if options["opset"] == OPSET > newest:
+        said = {"opset": f"{newest}: the newest that {runtime.target.title or runtime.name} reads"}
+        options = {**options, "opset": newest}
     report = write_model(
         traced.model,
         plan,
@@ -203,7 +203,7 @@ def write_onnx(
         **{name: value for name, value in options.items() if name not in ("cache", "check")},
     )
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
-    return _with_session(Report(report.title, report.rows, {**report.summary, **lacking}), opened)
+    return _with_session(Report(report.title, report.rows, {**report.summary, **lacking, **said}), opened)
 
 
 def _with_session(report: Report, opened: Mapping[str, Opened]) -> Report:
