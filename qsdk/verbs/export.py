@@ -68,12 +68,10 @@ def export(
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
             for causal models of transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
-        opset: 13 to 25, but no higher than the target of the dialect reads (the default becomes the newest that it
-            does). Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are 8-bit
-            types alone, with scales per tensor or channel.
+        opset: 13 to 25, and as the target reads (the default becomes its newest). Higher ones are for dtypes that need
+            them, such as 2-bit integers (25); below 21 there are 8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
-            level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`, another target that comes with qsdk, or a `.toml`
-            file that describes one; or `onnx`, the standard form without regard to one.
+            level, another target by its name, or a `.toml` file that describes one; `onnx` is the standard's own form.
         uncalibrated: `float` leaves sites without an encoding float.
         check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
