@@ -294,7 +294,7 @@ def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> Mapping
 
 
 def _blocked_in_nodes(plan: Plan, lowered: ModelProto) -> frozenset[str]:
-    """Return the sites with many scales of blocks, which are a fifth of 4-bit weights; as text they are half as much.
+    """Return the sites with many scales of blocks, which as text take nearly as many bytes as codes of 4 bits.
 
     Only those on nodes of the main graph, from which they are read.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
-from qsdk.core.aimet_config.load_config import PRESETS, load_config
+from qsdk.core.aimet_config.load_config import load_config, preset_named
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.for_dialect import RuntimeName, TimedRuntime
 from qsdk.core.config.json_form import read_choice
@@ -16,7 +16,7 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.ranges.estimators import METHODS
 
 CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
-CONFIGS = "w8a8, w8a16, w4a8, w4a16, weight_only (4 bits) or a JSON file"
+CONFIGS = "w8a8, w8a16, w4a8, w4a16 (w8a8kv8: a cache of 8 bits), weight_only (4 bits) or a JSON file"
 
 
 def add_command(commands: Any, name: str, text: str, example: str, run: str) -> argparse.ArgumentParser:
@@ -325,7 +325,7 @@ def add_quantize(commands: Any) -> None:
     --format {onnx,compressed-tensors,genai,gguf}  compressed-tensors: a folder for vLLM and transformers, of the linear
         layers of a PyTorch model; gguf: a file for llama.cpp, of a causal language model"""
     add_options(quantize, rows, format="onnx")
-    add_data(quantize)
+    add_data(quantize, required=False)
     rows = f"""
     --length N  tokens of a window of text, for a checkpoint folder (default: 512)
     --config CONFIG  {CONFIGS} (default: w8a8)
@@ -387,9 +387,10 @@ def config_of(
     """Return a preset by name, or a config from a JSON file, with the rules of the command line after its own."""
     of_preset = {"block_size": block_size, "kv_cache": kv_cache}
     given = {key: value for key, value in of_preset.items() if value is not None}
-    if given and name not in PRESETS:
+    preset = preset_named(name)
+    if given and preset is None:
         raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for a preset; write it into {name} instead")
-    config = PRESETS[name](**given) if given else load_config(name)
+    config = preset(**given) if given and preset is not None else load_config(name)
     for pattern, text in overrides:
         where, parts = f"--override {pattern} {text}", [part.partition("=") for part in text.split(",")]
         choices: Any = {name: read_choice(name, value, where) for name, _, value in parts}

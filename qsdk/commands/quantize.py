@@ -59,6 +59,8 @@ def run(options: Namespace) -> int:
     if Path(options.model).is_dir():
         return quantize_folder(options)
     _require_out(options)
+    if not options.data and options.random is None:
+        raise ConfigError("give --data with inputs of the model, or --random 1 to try out")
     verbs = require_verbs(options.verbs.split(","), given_as="--verbs")
     if options.mixed_precision and not (options.metric or options.labels):
         raise ConfigError("--mixed-precision needs a metric: --metric FILE.py:function, or --labels for top-1")
@@ -200,9 +202,17 @@ def quantize_folder(options: Namespace) -> int:
     dialect = options.dialect if options.format == "onnx" else options.format
     if dialect:
         config = config.for_dialect(dialect)
-    data: Iterable[Any]
+    verbs = require_verbs(options.verbs.split(","), given_as="--verbs")
+    data: Iterable[Any] | None = None
     if options.data:
         data = token_batches(options.model, options.data, length=options.length, most=options.max_samples)
+    elif options.random is None:
+        if config.activation.is_quantized or verbs:
+            what = f"--verbs {','.join(verbs)}" if verbs else f"--config {options.config} quantizes activations, and"
+            raise ConfigError(
+                f"{what} needs data: give --data with text or token ids, or --random 1 to try out; weights alone "
+                "(--config weight_only --block-size 32) need none"
+            )
     else:
         print(
             "qsdk: calibrated on random tokens: the file runs and has its final size and speed, its accuracy means "
@@ -215,7 +225,7 @@ def quantize_folder(options: Namespace) -> int:
         options.out,
         config,
         data=data,
-        verbs=require_verbs(options.verbs.split(","), given_as="--verbs"),
+        verbs=verbs,
         method=options.method,
         opset=options.opset,
         prefer=options.prefer,

@@ -222,7 +222,15 @@ def test_a_config_by_name():
         qsdk.load_config("w2a8")
 
 
-@pytest.mark.parametrize("name", ["w4a4", "W4A8", "w4a8kv8", "w4a4kv4", "fp8", "float8e4m3", "float8e5m2"])
+def test_a_preset_with_a_cache_is_a_word():
+    assert qsdk.load_config("w8a8kv8") == w8a8(kv_cache="int8")
+    assert qsdk.load_config("w4a16kv4") == qsdk.w4a16(kv_cache="int4")
+    refused(nn.Linear(6, 4), X, "kv_cache is chosen, and the example has no cache", ConfigError, config="w4a8kv4")
+    with pytest.raises(ConfigError, match=r"config='w8a8kv5' is none of the presets"):
+        quantize(nn.Linear(4, 4), X, "w8a8kv5")
+
+
+@pytest.mark.parametrize("name", ["w4a4", "W4A8", "w4a4kv4", "fp8", "float8e4m3", "float8e5m2"])
 def test_the_config_that_stands_for_a_name_is_one(name: str):
     with pytest.raises(ConfigError, match=r"write it as qsdk\.") as raised:
         quantize(nn.Linear(4, 4), X, name)

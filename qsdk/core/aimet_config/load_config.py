@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,14 @@ PRESETS: Mapping[str, Callable[..., QuantConfig]] = MappingProxyType(
 )
 
 
+def preset_named(name: str) -> Callable[..., QuantConfig] | None:
+    """Return the preset of a name, or of one with a cache of keys and values, such as `w8a8kv8`; None for others."""
+    base, _, bits = name.partition("kv")
+    if base in PRESETS and bits in ("4", "8"):
+        return partial(PRESETS[base], kv_cache=f"int{bits}")
+    return PRESETS.get(name)
+
+
 def load_config(
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
@@ -27,8 +36,8 @@ def load_config(
     """Read a config from a JSON file of qsdk or of AIMET, or from one of AIMET's built-in ones by its name.
 
     Args:
-        source: a path, the content of a file, or a name: of a preset such as `w4a8`, or of an AIMET config such as
-            `htp_v73`.
+        source: a path, the content of a file, or a name: of a preset such as `w4a8`, or `w8a8kv8` with a cache of 8
+            bits, or of an AIMET config such as `htp_v73`.
         base: the choices that an AIMET file leaves open, above all the dtypes; `w8a8()` if None.
         enforce_kernels: where an AIMET file lists supported kernels and the dtypes of `base` are not among them, take
             the first one (AIMET does so only behind a switch of its own).
@@ -45,7 +54,7 @@ def load_config(
         >>> load_config("htp_v73").hardware
         'v73'
     """
-    preset = PRESETS.get(source) if isinstance(source, str) else None
+    preset = preset_named(source) if isinstance(source, str) else None
     if preset is not None and base is None and not enforce_kernels:
         return preset()
     data, where = (source, "config") if isinstance(source, Mapping) else _open(source)
@@ -62,12 +71,13 @@ def config_or_preset(config: QuantConfig | str | None) -> QuantConfig | None:
         return config
     if not isinstance(config, str):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
-    if config not in PRESETS:
+    preset = preset_named(config)
+    if preset is None:
         remedy = f"give config=qsdk.load_config({config!r}) for a file or for one of AIMET's configs"
         raise ConfigError(
             f"config={config!r} is none of the presets {', '.join(PRESETS)}; {other_config(config) or remedy}"
         )
-    return PRESETS[config]()
+    return preset()
 
 
 def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:

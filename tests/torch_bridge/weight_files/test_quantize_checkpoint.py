@@ -88,6 +88,19 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_files(tmp_path: Path)
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
 
 
+def test_the_command_needs_data_for_ranges_and_verbs_alone(folder: Path, tmp_path: Path, capsys):
+    command = ["quantize", str(folder), str(tmp_path / "model.gguf"), "--format", "gguf", "--block-size", "32"]
+    assert main([*command, "--config", "w4a16", "--verbs", "gptq"]) == 2
+    assert "--verbs gptq needs data: give --data with text or token ids" in capsys.readouterr().err
+    assert main([*command[:3], "--config", "w8a8"]) == 2
+    assert "--config w8a8 quantizes activations, and needs data" in capsys.readouterr().err
+    assert main([*command, "--config", "w4a16"]) == 0  # activations of 16 bits stay float in llama.cpp
+    said = capsys.readouterr()
+    assert "random tokens" not in said.err
+    assert "Q4_0" in said.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf"]
+
+
 def test_the_command_takes_text_and_says_what_it_cannot_do(folder: Path, tmp_path: Path, capsys):
     out, text = tmp_path / "out", tmp_path / "text.txt"
     text.write_text("once upon a time " * 50)
