@@ -13,12 +13,14 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.codegen import runtime, standard
-from onnx_backend.integer.codegen.runtime import KernelChoice, share_codes
+from onnx_backend.integer.codegen.rows import norm_codes, share_codes
+from onnx_backend.integer.codegen.runtime import KernelChoice
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import max_pool
 from onnx_backend.integer.ir.operations import (
     Accumulation,
     Join,
+    Norm,
     Operation,
     Product,
     Recorded,
@@ -163,8 +165,8 @@ def _fused(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kern
             return runtime.product(b, operation, maker)
         if isinstance(maker, WindowSum):
             return runtime.pool(b, operation, maker)
-        if operation.softmax is not None:
-            return _softmax(b, operation, operation.softmax)
+        if operation.rows is not None:
+            return _rows(b, operation, operation.rows)
         return runtime.addition(b, operation)
     if isinstance(operation, Join):
         tables = {name: part for name, part in inputs.items() if isinstance(part, Table)}
@@ -172,10 +174,10 @@ def _fused(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kern
     return isinstance(operation, Table) and runtime.function(b, operation)
 
 
-def _softmax(b: Builder, operation: Requantization, whole: Softmax | Shares) -> bool:
-    if isinstance(whole, Softmax):
-        return runtime.softmax(b, operation, whole)
-    return share_codes(b, operation, whole)
+def _rows(b: Builder, operation: Requantization, rows: Softmax | Shares | Norm) -> bool:
+    if isinstance(rows, Norm):
+        return norm_codes(b, operation, rows)
+    return runtime.softmax(b, operation, rows) if isinstance(rows, Softmax) else share_codes(b, operation, rows)
 
 
 def _encodings(operation: Recorded) -> list[ActivationEncoding]:

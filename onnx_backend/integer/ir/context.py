@@ -9,7 +9,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.operations import Shares, Softmax
+from onnx_backend.integer.ir.operations import Norm, Shares, Softmax
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
     Array,
@@ -121,7 +121,7 @@ class LoweringContext(Builder):
         sites: the codes of every QuantizeLinear's output (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
         floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
-        softmaxes: the values that are a Softmax of codes or shares of rows, by tensor (filled on the way).
+        rows: the values that are a Softmax or norm of codes or shares of rows, by tensor (filled on the way).
         undefined: node -> what it computes where ONNX leaves the result open (filled on the way).
     """
 
@@ -144,7 +144,7 @@ class LoweringContext(Builder):
         self.sites: dict[str, Codes] = {}
         self.halves: dict[str, tuple[str, str]] = {}
         self.floats: set[str] = set()
-        self.softmaxes: dict[str, tuple[FixedPoint, Softmax | Shares]] = {}
+        self.rows: dict[str, tuple[FixedPoint, Softmax | Shares | Norm]] = {}
         self.undefined: dict[str, str] = {}
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:

@@ -120,6 +120,18 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The normalized rows of codes along the last axis, which some targets compute without their accumulators."""
+
+    codes: str  # the uint8 tensor
+    hi: int  # the largest code
+    count: int  # of the codes of a row
+    epsilon: float  # what is added to `count * (sum of squares of codes) - (sum of codes)**2`
+    scale: float  # of the accumulators
+    result: str  # name of the accumulators
+
+
+@dataclass(frozen=True)
 class Requantization(SingleResult):
     """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation."""
 
@@ -131,8 +143,8 @@ class Requantization(SingleResult):
     result: str  # name of the codes
     label: str  # the node of the Q/DQ model
     row: dict[str, Any] = field(compare=False)  # its row of the certificate
-    # the Softmax of codes, or the shares of rows, that the accumulators hold, if they hold one
-    softmax: Softmax | Shares | None = None
+    # the Softmax or the norm of codes, or the shares of rows, that the accumulators hold, if they hold one
+    rows: Softmax | Shares | Norm | None = None
 
     @property
     def input(self) -> Sequence[str]:

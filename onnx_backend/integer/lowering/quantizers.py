@@ -14,7 +14,7 @@ from onnx import NodeProto, TensorProto, helper
 from onnx_backend.integer.fixed_point.to_fixed import to_accumulator
 from onnx_backend.integer.ir.builder import Builder, look_up, requantize
 from onnx_backend.integer.ir.context import FIXED_SIZES, Args, LoweringContext, integer_name, move
-from onnx_backend.integer.ir.operations import Join, Requantization
+from onnx_backend.integer.ir.operations import Join, Norm, Requantization
 from onnx_backend.integer.ir.values import (
     GRIDS,
     ActivationEncoding,
@@ -351,21 +351,22 @@ def quantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if value is None or isinstance(value, Failed):
         return Codes(name, encoding)  # reported already; the nodes behind it are still examined
     codes = to_codes(ctx, to_accumulator(ctx, value, encoding), encoding, name)
-    _note_softmax(ctx, value)
+    _note_rows(ctx, value)
     found = Codes(codes, encoding, _root(value, codes, encoding) if ctx.composes else None)
     ctx.sites[name] = found
     return found
 
 
-def _note_softmax(ctx: LoweringContext, value: Value) -> None:
-    """Mark the requantization just recorded as that of a Softmax."""
+def _note_rows(ctx: LoweringContext, value: Value) -> None:
+    """Mark the requantization just recorded as that of a Softmax or a norm."""
     nodes = ctx.nodes
-    known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, FixedPoint) else (None, None)
+    known, rows = ctx.rows.get(value.name, (None, None)) if isinstance(value, FixedPoint) else (None, None)
     if known is None or not isinstance(value, FixedPoint) or not isinstance(nodes[-1], Requantization):
         return
     # rows without a score may have been set to 0 in between, which they are in any case
-    if value.scale is known.scale and value.constant is known.constant and value.masked == known.masked:
-        nodes[-1] = replace(nodes[-1], softmax=softmax)
+    same = value.scale is known.scale and value.constant is known.constant and value.masked == known.masked
+    if same or isinstance(rows, Norm):
+        nodes[-1] = replace(nodes[-1], rows=rows)
 
 
 def _root(value: Value, codes: str, encoding: ActivationEncoding) -> Root | None:

@@ -14,7 +14,7 @@ from qsdk.core.patterns.experts import OF_ROUTER, chosen_tensors, routers_of
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.linear import SLOPES
 from qsdk.core.patterns.supergroup import Supergroup
-from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.operands import StoredOperand, operands_of
 from qsdk.core.planning.unquantizable import becomes_integers, guarded_divisors, infinite_tensors, steering_tensors
 from qsdk.core.site import owner_of
 
@@ -120,12 +120,21 @@ class PlanningContext:
                 self.operands[index] = []  # its stored operands stay float
 
     @cached_property
+    def readers(self) -> Mapping[int, list[tuple[int, StoredOperand]]]:
+        """Return, by stored tensor, the ops that read it, each with the operand that it is there."""
+        result: dict[int, list[tuple[int, StoredOperand]]] = {}
+        for index, operands in self.operands.items():
+            for operand in operands:
+                result.setdefault(operand.root, []).append((index, operand))
+        return result
+
+    @cached_property
     def linear_weights(self) -> Mapping[int, int]:
         """Return, by op id, the stored tensor that a linear layer multiplies with, where the config quantizes it.
 
         A table that an embedding reads as well is not one of them.
         """
-        shared = {o.root for operands in self.operands.values() for o in operands if o.role == "embedding"}
+        shared = {root for root, readers in self.readers.items() if any(o.role == "embedding" for _, o in readers)}
         result = {}
         for index, operands in self.operands.items():
             op = self.graph.ops[index]

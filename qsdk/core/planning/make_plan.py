@@ -17,7 +17,7 @@ from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.islands import with_islands
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.planning.stored import plan_stored
+from qsdk.core.planning.stored import plan_stored, with_look_ups
 from qsdk.core.planning.turning import with_turning
 from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
 
@@ -34,15 +34,12 @@ def with_int8_inputs(
     if context.config.compute != "int8":
         return result
     shared = {decision.tied_to for decision in stored.values()}
-    read_by: dict[int, list[int]] = {}
-    for op, operands in context.operands.items():
-        for operand in operands:
-            read_by.setdefault(operand.root, []).append(op)
     layers = context.linear_weights
     for root in dict.fromkeys(layers.values()):
         decision = stored[root]
-        inputs = [context.graph.ops[op].inputs[0] for op in read_by[root] if layers.get(op) == root]
-        block = None if decision.site in shared or len(inputs) < len(read_by[root]) else input_block(decision)
+        readers = context.readers[root]
+        inputs = [context.graph.ops[op].inputs[0] for op, _ in readers if layers.get(op) == root]
+        block = None if decision.site in shared or len(inputs) < len(readers) else input_block(decision)
         if block is not None and all(t is not None and _is_float(context.graph, activations, t) for t in inputs):
             result[root] = replace(decision, input_block=block)
     return result
@@ -95,7 +92,8 @@ def make_plan(
     context = PlanningContext(graph, config, kept_float or {})
     _require_matches(context, tuple(extra_owners))
     wanted = plan_activations(context)
-    activations = with_turning(graph, context.groups, constrain_matmuls(context, wanted))
+    activations = with_look_ups(context, constrain_matmuls(context, wanted))
+    activations = with_turning(graph, context.groups, activations)
     stored = plan_stored(context, activations)
     _require_dtypes(context, [*wanted.values(), *stored.values()])
     stored = with_int8_inputs(context, activations, constrain_norms(context, activations, stored))

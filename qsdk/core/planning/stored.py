@@ -50,6 +50,45 @@ def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -
     return result
 
 
+def with_look_ups(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Return the activations, in which rows of a table are tied to it: they are on its grid already.
+
+    A grid of their own would round them again. What only moves the rows is on that grid as well.
+    """
+    result, members = dict(activations), dict[str, list[int]]()
+    for tensor, decision in activations.items():
+        members.setdefault(decision.encoding_site, []).append(tensor)
+    for root, readers in context.readers.items():
+        rows = [tensor for tensor in _rows_of(context, root) if tensor in activations]
+        table = _stored(context, *readers[0], activations, {}) if rows else None
+        if table is None or not table.quantized:
+            continue
+        for row in rows:
+            shared = members[activations[row].encoding_site]
+            moved = all(tensor in rows or activations[tensor].passes_through for tensor in shared)
+            for tensor in shared if moved and activations[row].spec == table.spec else ():
+                reason = f"holds rows of {table.site}"
+                result[tensor] = replace(result[tensor], tied_to=table.site, passes_through=True, reason=reason)
+    return result
+
+
+def _rows_of(context: PlanningContext, root: int) -> list[int]:
+    """Return what look-ups take from a stored tensor, where nothing else reads it."""
+    readers = context.readers[root]
+    alone = all(operand.role == "embedding" for _, operand in readers)
+    return [tensor for op, _ in readers for tensor in context.graph.ops[op].outputs] if alone else []
+
+
+def _as_its_rows(context: PlanningContext, root: int, activations: Mapping[int, Decision], spec: Spec) -> Spec:
+    """Return the spec that all rows read from a table have, if it is one of as many bits with one scale."""
+    specs = {activations[row].spec if row in activations else None for row in _rows_of(context, root)}
+    wanted = next(iter(specs)) if len(specs) == 1 else None
+    plain = wanted is not None and wanted.dtype.is_integer and not wanted.dynamic and wanted.fixed_range is None
+    if not plain or wanted is None or {wanted.granularity, spec.granularity} != {PerTensor()}:
+        return spec
+    return wanted if wanted.dtype.bits == spec.dtype.bits and spec.dtype.is_integer else spec
+
+
 def _require_whole_blocks(decisions: Iterable[Decision]) -> None:
     """Refuse blocks that do not divide the input channels of a linear layer: servers cannot read them."""
     blocks = [(d, d.spec.granularity) for d in decisions if d.spec and isinstance(d.spec.granularity, PerBlock)]
@@ -73,12 +112,8 @@ def _read_along_several_axes(context: PlanningContext) -> frozenset[int]:
 
     The output channels of one layer are summed over by the other, so scales per channel would mix in those sums.
     """
-    axes: dict[int, set[int | None]] = {}
-    for operands in context.operands.values():
-        for operand in operands:
-            if operand.role == "weight":
-                axes.setdefault(operand.root, set()).add(operand.channel_axis)
-    return frozenset(root for root, result in axes.items() if len(result) > 1)
+    along = {root: {o.channel_axis for _, o in found if o.role == "weight"} for root, found in context.readers.items()}
+    return frozenset(root for root, axes in along.items() if len(axes) > 1)
 
 
 def _stored(
@@ -106,6 +141,8 @@ def _stored(
     wide = _keeps_8_bits(role, wanted, named=choice.is_named("weight"))
     bare = replace(bare, rule=choice.decided_by(*(name for name in _WEIGHT_CHOICES if not (wide and name == "weight"))))
     spec = _spec(operand, role, wanted, facts, wide=wide)
+    if spec is not None and role == "embedding" and wanted.symmetric_weights is None and not choice.is_named("weight"):
+        spec = _as_its_rows(context, operand.root, activations, spec)
     if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
     if spec is not None and not has_kernel(context, op):

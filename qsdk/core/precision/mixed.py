@@ -38,6 +38,7 @@ class Candidate:
         elements: number of their values (of one batch, for activations).
         noise: theirs at the model's outputs, over the power of the outputs.
         frozen: whether they stay as they are.
+        rows: sites that hold rows of a table and share its encoding, with no noise of their own.
     """
 
     sites: tuple[str, ...]
@@ -46,6 +47,7 @@ class Candidate:
     elements: int
     noise: float
     frozen: bool
+    rows: tuple[str, ...] = ()
 
 
 def search_precision(
@@ -217,11 +219,13 @@ def _candidates(sim: StatefulSim, samples: Mapping[str, SiteSample], noise: Mapp
     elements |= {site: values.size for site, values in stored.items()}
     candidates = []
     for home, members in classes.items():
-        sites = tuple(member.site for member in members)
-        choice = "weight" if members[0].kind == "weight" else "activation"
+        stored_here = sim.plan.decisions[home].kind == "weight"
+        choice = "weight" if stored_here else "activation"
+        rows = tuple(member.site for member in members if stored_here and member.kind != "weight")
+        sites = tuple(member.site for member in members if member.site not in rows)
         count, at_outputs = (sum(known.get(site, 0) for site in sites) for known in (elements, noise))
         known = encodings[home]
-        candidates.append(Candidate(sites, choice, known.dtype, int(count), at_outputs, known.frozen))
+        candidates.append(Candidate(sites, choice, known.dtype, int(count), at_outputs, known.frozen, rows))
     return candidates
 
 
@@ -234,10 +238,13 @@ def _config_of(
     config: QuantConfig, candidates: Sequence[Candidate], assignment: Assignment, levels: Sequence[Level]
 ) -> QuantConfig:
     for candidate, level in zip(candidates, assignment, strict=True):
-        for site in candidate.sites if level else ():
-            choice: dict[str, Any] = {candidate.choice: levels[level - 1][candidate.choice]}
-            config = config.override(site, **choice)
-            config = replace(config, rules=with_rule(config.rules[:-1], config.rules[-1]))
+        wanted: Level = levels[level - 1] if level else {}
+        chosen = dict.fromkeys(candidate.sites, candidate.choice) | dict.fromkeys(candidate.rows, "activation")
+        for site, name in chosen.items():
+            if name in wanted:
+                choice: dict[str, Any] = {name: wanted[name]}
+                config = config.override(site, **choice)
+                config = replace(config, rules=with_rule(config.rules[:-1], config.rules[-1]))
     return config
 
 

@@ -6,9 +6,9 @@ import pytest
 from plans import embedding, inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
 
-from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16, weight_only
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import float16, int4, int8, int32, uint16
+from qsdk.core.numerics.dtypes import float16, int4, int8, int32, uint8, uint16
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
 
@@ -99,16 +99,47 @@ def test_a_grouped_transposed_convolution_has_fewer_scales_than_biases():
 
 def test_an_embedding_stays_at_8_bits_under_4_bit_weights():
     plan = make_plan(embedding(), w4a8())
-    assert spec_of(plan, "emb:weight") == Spec(int8, PerTensor())
+    assert spec_of(plan, "emb:weight") == Spec(uint8, PerTensor(), symmetric=False)
     assert spec_of(plan, "fc:weight") == Spec(int4, PerChannel(1))
-    assert site(plan, "emb:output").state == "quantized"
     assert "ids:input" not in plan.decisions
 
 
 def test_a_rule_that_names_the_embedding_decides_it():
     assert spec_of(make_plan(embedding(), w4a8().override("emb", weight=int4)), "emb:weight").dtype == int4
-    assert spec_of(make_plan(embedding(), w4a8().override("*", weight=int4)), "emb:weight").dtype == int8
+    assert spec_of(make_plan(embedding(), w4a8().override("*", weight=int4)), "emb:weight").dtype == uint8
     assert spec_of(make_plan(embedding(), w4a8().override("emb", activation=uint16)), "emb:weight").dtype == int8
+
+
+def test_rows_of_a_table_are_on_its_grid():
+    plan = make_plan(embedding(), w8a8())
+    rows = site(plan, "emb:output")
+    assert (rows.tied_to, rows.passes_through, rows.reason) == ("emb:weight", True, "holds rows of emb:weight")
+    assert rows.spec == spec_of(plan, "emb:weight")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        w8a8().override("emb", weight=int8),
+        w8a8().override("emb", activation=uint16),
+        replace(w8a8(), symmetric_weights=True),
+        w8a8().override("emb:output", fixed_range=(-1.0, 1.0)),
+    ],
+)
+def test_rows_of_a_table_have_their_own_grid_where_it_is_chosen(config: QuantConfig):
+    plan = make_plan(embedding(), config)
+    assert site(plan, "emb:output").tied_to is None
+    assert spec_of(plan, "emb:weight") == Spec(int8, PerTensor())
+
+
+def test_signed_activations_share_the_grid_of_a_table_of_int8():
+    plan = make_plan(embedding(), replace(w8a8(), activation=int8, symmetric_activations=True))
+    assert spec_of(plan, "emb:weight") == Spec(int8, PerTensor())
+    assert site(plan, "emb:output").tied_to == "emb:weight"
+
+
+def test_a_table_alone_keeps_its_weights():
+    assert spec_of(make_plan(embedding(), weight_only("int8")), "emb:weight") == Spec(int8, PerTensor())
 
 
 @pytest.mark.parametrize("config", [w4a8(), w8a8().override("*", weight="int4")], ids=["config", "rule"])

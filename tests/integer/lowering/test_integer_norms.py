@@ -7,6 +7,7 @@ from grid_values import on_grid
 from integer_comparison import ENCODINGS, compare, noise
 from integer_models import INT8, UINT8, Net, run
 from integer_norms import extremes, normed
+from onnx import TensorProto, shape_inference
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.operations import Requantization
@@ -52,6 +53,44 @@ def net_weight(net, name):
     node = next(n for n in net.nodes if name in n.output)
     from_int = next(t for t in net.initializers if t.name == node.input[0])
     return np.frombuffer(from_int.raw_data, np.int8).astype(np.float64)
+
+
+@pytest.mark.spread(12)
+@pytest.mark.parametrize("epsilon", EPSILONS)
+@pytest.mark.parametrize("scale", [0.004, 0.05, 1.3])
+@pytest.mark.parametrize(("length", "step"), [(2, 0.008), (48, 0.031), (1000, 0.11)])
+def test_a_norm_of_codes_in_32_bits_is_as_near_as_its_row_says(length, step, scale, epsilon):
+    zero, codes = 117, extremes(117, length)
+    net, rng = Net(), np.random.default_rng(5)
+    x = net.qdq(net.input([len(codes), length]), scale, zero)
+    gain = rng.uniform(-2, 2, length).astype(np.float32)
+    bias = rng.uniform(-1, 1, length).astype(np.float32)
+    gain[0] = 0.0
+    y = net.op("LayerNormalization", x, net.const(gain), net.const(bias), axis=-1, epsilon=epsilon)
+    net.output(net.qdq(y, step, 100), [len(codes), length])
+    result = convert(net.model(), target="onnxruntime")
+    (row,) = result.certificate["requantizations"]
+    assert row["form"] == "norm of rows"
+    assert 0 < row["error_bound"] <= 1 / 16
+    known = [value.type.tensor_type for value in shape_inference.infer_shapes(result.model).graph.value_info]
+    whole = {facts.elem_type for facts in known if facts.shape.dim and facts.shape.dim[-1].dim_value == length}
+    assert whole == {TensorProto.UINT8, TensorProto.UINT32}
+    reals = (codes - zero) * np.float64(np.float32(scale))
+    exact = normed(reals, -1, np.float32(epsilon)) * gain.astype(np.float64) + bias
+    exact = exact / np.float64(np.float32(step)) + 100
+    found = run(result.model, {"x": reals.astype(np.float32)})["y"] / np.float64(np.float32(step)) + 100
+    assert np.abs(found - exact.clip(0, 255)).max() <= 0.5 + row["error_bound"] + 1e-4
+
+
+def test_a_norm_that_32_bits_are_too_few_for_keeps_64():
+    """One gain is so large that a common shift leaves the others too few bits."""
+    net, gain = Net(), np.ones(16, np.float32)
+    gain[3] = 3e3
+    x = net.qdq(net.input([4, 16]), 0.03, 100)
+    net.output(net.qdq(net.op("LayerNormalization", x, net.const(gain), axis=-1), 0.02, 120), [4, 16])
+    (row,) = convert(net.model(), target="onnxruntime").certificate["requantizations"]
+    assert row["form"] != "norm of rows"
+    assert row["error_bound"] < 1e-2
 
 
 @pytest.mark.parametrize("axis", [1, 2, -1])

@@ -35,6 +35,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 from onnx_backend.integer.fixed_point.newton import Int32, reciprocal, reciprocal_root
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext
+from onnx_backend.integer.ir.operations import Norm
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Lookup, Refused, Value
 from onnx_backend.proto.nodes import attributes
 
@@ -78,7 +79,8 @@ def normalized_codes(
     """
     assert value.encoding is not None
     rows, hi = _rows(ctx, value.name, value.encoding.hi, axes, count), value.encoding.hi
-    inverse = reciprocal_root(ctx, add_constant(rows.variance, epsilon * count**2 / float(value.encoding.scale) ** 2))
+    epsilon *= count**2 / float(value.encoding.scale) ** 2
+    inverse = reciprocal_root(ctx, add_constant(rows.variance, epsilon))
     # of rows that are no longer than `_LONGEST` it has at most 45 bits: its products with numbers of a row fit in 62
     # no result is larger than the root of count - 1
     whole = math.ceil(math.sqrt(count) / float(inverse.scale) * (1.0 + 2.0**-16))
@@ -89,7 +91,10 @@ def normalized_codes(
     # half a unit, and the units of 2**-14 that the numbers of the row are cut to
     error = 0.5 + (hi + 2.0) * 2.0**-_BELOW
     scale = np.asarray(math.ldexp(float(inverse.scale), unit))
-    return FixedPoint(name, scale, -top, top, narrow=True, error=error, relative=inverse.relative)
+    found = FixedPoint(name, scale, -top, top, narrow=True, error=error, relative=inverse.relative)
+    if list(axes) == [-1]:
+        ctx.rows[name] = found, Norm(value.name, hi, count, epsilon, float(scale), name)
+    return found
 
 
 def _rows(ctx: LoweringContext, codes: str, hi: int, axes: Sequence[int], count: int) -> _Rows:

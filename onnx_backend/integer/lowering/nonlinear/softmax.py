@@ -157,13 +157,13 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     value = replace(found, missing=missing, error=found.error + guard / float(found.scale))
     if rows is not None:
         rows = replace(rows, error=rows.error + guard)
-        ctx.softmaxes[value.name] = value, rows
+        ctx.rows[value.name] = value, rows
     scores = args[0]
     if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
         length = near.length or _DYNAMIC
         axis, shape = int(attributes(node).get("axis", -1)), ctx.shapes.get(node.input[0])
         whole = Softmax(scores.name, scores.encoding, axis, length, None if shape is None else len(shape))
-        ctx.softmaxes[value.name] = value, whole
+        ctx.rows[value.name] = value, whole
     return value
 
 
