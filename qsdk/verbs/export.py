@@ -30,8 +30,9 @@ from qsdk.verbs.genai import write_folder_for_genai
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 from torch_bridge.gguf.write import write_gguf
+from torch_bridge.pt2e import write_program
 
-_OTHERS = ("compressed-tensors", "genai", "gguf")
+_OTHERS = ("compressed-tensors", "genai", "gguf", "pt2e")
 _OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
 
 
@@ -49,7 +50,7 @@ def export(
     sim: Sim,
     path: str | os.PathLike[str],
     *,
-    format: Literal["onnx", "compressed-tensors", "genai", "gguf"] = "onnx",
+    format: Literal["onnx", "compressed-tensors", "genai", "gguf", "pt2e"] = "onnx",
     opset: int = 21,
     dialect: AnyDialect = "onnxruntime",
     uncalibrated: Literal["error", "float"] = "error",
@@ -62,11 +63,15 @@ def export(
     With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error. With
     `format="genai"`, write a folder for onnxruntime-genai: the model in the fused forms of that runtime, its config and
     the tokenizer's files. With `format="gguf"`, write a file for llama.cpp: the sim's weights to the last bit.
+    With `format="pt2e"`, write a program of `torch.export` for ExecuTorch and other compilers of PyTorch's own graphs:
+    weights as integers, and `quantized_decomposed` ops with the sim's encodings. Its last act is to load the file and
+    compare each site with the sim's.
 
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
+            `pt2e` (PyTorch side);
             for causal models of transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
         opset: 13 to 25, and as the target reads (the default becomes its newest). Higher ones are for dtypes that need
             them, such as 2-bit integers (25); below 21 there are 8-bit types alone, with scales per tensor or channel.
@@ -119,6 +124,8 @@ def export(
         if format == "genai":
             report = write_folder_for_genai(sim, plan, encodings, path, tokenizer=options.get("tokenizer"), check=check)
             return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
+        if format == "pt2e":
+            return write_pt2e(sim, plan, encodings, path, check=check)
         return write_module(sim, plan, encodings, path, format, options.get("max_shard_bytes"))
     if format != "onnx":
         raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
@@ -240,6 +247,16 @@ def _require_own(format: str, options: FileOptions) -> None:
     for name, own in _OPTIONS_OF.items():
         if options.get(name) is not None and format != own:
             raise ConfigError(f"{name}= is for format={own!r}; leave it out with format={format!r}")
+
+
+def write_pt2e(
+    sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, check: bool
+) -> Report:
+    """Write a sim of an nn.Module as a program of torch.export."""
+    if isinstance(sim, OnnxSim):
+        raise ExportError("pt2e holds modules of PyTorch, not ONNX models; quantize the nn.Module")
+    report = write_program(sim, plan, encodings, path, check=check)
+    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
 
 def write_module(

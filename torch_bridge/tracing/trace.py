@@ -160,6 +160,49 @@ def trace_marked(
     return Trace(traced.model, traced.stored, {**traced.notes, "batch axis": reason})
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A model captured by torch.export, with a mark at every site.
+
+    It takes tensors in the order of `inputs`, of which `shapes` has the dynamic axes, and returns a tuple of tensors.
+    """
+
+    program: ExportedProgram
+    inputs: Sequence[str]
+    shapes: Sequence[Axes]
+    outputs: Sequence[tuple[Path, Any]]
+
+
+def capture_marked(model: nn.Module, runtime: Runtime, example: Example) -> Captured:
+    """Capture a wrapped model on its example, with the dynamic axes that `trace_marked` has."""
+    leaves = argument_leaves(model.forward, example.args, example.kwargs)
+    require_plain(leaves)
+    named = example.dynamic_shapes
+    axes = batch_axes(leaves) if named is None else named_axes(leaves, named)
+    for tried in (axes, {}):
+        try:
+            with runtime.in_phase("mark"), _silenced_exporter(), torch.no_grad():
+                captured = _captured(model, example, leaves, tried)
+                _conditions(captured.program, captured.inputs, captured.shapes)
+                return captured
+        except QsdkError:
+            if named is not None or not tried or example.has_cache:
+                raise
+        except Exception as error:  # tracing runs the user's code and much of torch, which raise what they like
+            if named is not None or not tried or example.has_cache:
+                raise export_error(error, {".".join(path): own for path, own in tried.items()}) from error
+    raise AssertionError
+
+
+def _captured(model: nn.Module, example: Example, leaves: Leaves, axes: Mapping[Path, Axes]) -> Captured:
+    given = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+    shapes = [dict(axes.get(path, {})) for path, _ in given]
+    outputs: list[tuple[Path, Any]] = []
+    flat = _TensorsOnly(model, example, outputs.extend)
+    tensors = [_widened(tensor) if example.float32_edges else tensor for _, tensor in given]
+    return Captured(_capture(flat, tensors, shapes), list(name_leaves(given)), shapes, outputs)
+
+
 class _TensorsOnly(nn.Module):
     """A model that takes and returns nothing but tensors; other arguments keep their values of the example.
 
@@ -213,13 +256,11 @@ def _export(
     given = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
     inputs = list(name_leaves(given))
     shapes = [dict(axes.get(path, {})) for path, _ in given]
-    outputs: list[tuple[Path, Any]] = []
-    flat = _TensorsOnly(model, example, outputs.extend)
     runtime.marked = []
     try:
         with runtime.in_phase("mark"), _silenced_exporter(), torch.no_grad():
-            tensors = [_widened(tensor) if example.float32_edges else tensor for _, tensor in given]
-            captured = _capture(flat, tensors, shapes)
+            whole = _captured(model, example, leaves, axes)
+            captured, outputs = whole.program, whole.outputs
             if eager is not None:
                 require_same_outputs(eager, output_forms(outputs))
             conditions = _conditions(captured, inputs, shapes)

@@ -1,0 +1,158 @@
+"""`export(format="pt2e")`: a program of torch.export with the sim's encodings, that computes what the sim does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_models import calibrated, seeded
+
+from qsdk import ConfigError, ExportError, export, quantize, w4a8, w8a8, w8a16
+from torch_bridge.pt2e import SITES, compare_program
+from torch_bridge.workarounds.decomposed_ops import DEQUANTIZE, DEQUANTIZE_CHANNELS, QUANTIZE
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    layers = (
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3, groups=2),
+    )
+    return nn.Sequential(*layers, nn.Hardswish(), nn.Flatten(), nn.Linear(24, 5)).eval(), seeded(3, 3, 8, 8)
+
+
+class Residual(nn.Module):
+    """A sum, a BatchNorm that no layer takes up, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(F.relu(self.conv(x) + x))
+        return self.head(y.mean((2, 3))), torch.cat([y, x], 1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(ids)))
+
+
+MODELS: dict[str, Any] = {
+    "convolutions": convolutions,
+    "residual": lambda: (Residual().eval(), seeded(3, 4, 6, 6)),
+    "encoder": lambda: (Encoder().eval(), torch.arange(14).reshape(2, 7)),
+    "perceptron": lambda: (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16)).eval(), seeded(5, 8)),
+}
+CONFIGS = {
+    "w8a8": w8a8(),
+    "blocks": w4a8(block_size=8),
+    "w8a16": w8a16(),
+    "signed": w8a8().override("*", weight="uint8"),
+}
+
+
+def outputs(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+@pytest.mark.spread(6)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_loaded_program_computes_what_the_sim_does_for_other_batches_too(model: str, config: str, tmp_path: Path):
+    module, x = MODELS[model]()
+    sim = calibrated(module, x, CONFIGS[config])
+    report = export(sim, tmp_path / "m.pt2", format="pt2e")
+    assert report.summary["weights_max_lsb"] == 0
+    assert report.summary["activations_max_lsb"] <= 1
+    program = torch.export.load(tmp_path / "m.pt2")
+    twice = torch.cat([x, x.flip(-1)])
+    for got, want in zip(outputs(program.module()(twice)), outputs(sim(twice)), strict=True):
+        noise, power = float((got - want).square().sum()), float(want.square().sum())
+        assert noise <= power * 1e-3
+    assert "stack_trace" not in str([list(node.meta) for node in program.graph.nodes])
+
+
+def test_weights_are_integers_under_the_names_of_the_model_and_activations_are_int8(tmp_path: Path):
+    module, x = convolutions()
+    sim = calibrated(module, x, w8a8())
+    rows = {row["site"]: row for row in export(sim, tmp_path / "m.pt2", format="pt2e").rows}
+    extra = {SITES: ""}
+    program = torch.export.load(tmp_path / "m.pt2", extra_files=extra)
+    weights = {name: tensor for name, tensor in program.state_dict.items() if name.endswith(".weight")}
+    assert {name: tensor.dtype for name, tensor in weights.items()} == dict.fromkeys(
+        ("0.weight", "4.weight", "7.weight"), torch.int8
+    )
+    wanted = sim.encodings["0:weight"].quantize(sim.model[0].weight.detach().numpy())
+    np.testing.assert_array_equal(weights["0.weight"].numpy(), wanted.astype(np.int8))
+    assert rows["0:weight"] == {"site": "0:weight", "dtype": "int8", "form": "int8 and dequantize", "max_lsb": 0.0}
+    pairs = [node for node in program.graph.nodes if node.target is QUANTIZE]
+    assert {node.args[-1] for node in pairs} == {torch.int8}
+    first, encoding = pairs[0], sim.encodings[json.loads(extra[SITES])["sites"][0]]
+    assert encoding.dtype.name == "uint8"
+    assert first.args[1:3] == (float(encoding.scale[0]), int(encoding.zero_point[0]) - 128)
+    made = [node for node in program.graph.nodes if node.target in (DEQUANTIZE, DEQUANTIZE_CHANNELS)]
+    assert len(made) == len(json.loads(extra[SITES])["sites"])
+    assert next(node for node in program.graph.nodes if node.name == "input")
+
+
+def test_a_trained_sim_is_written_with_what_it_has_learned(tmp_path: Path):
+    x = seeded(32, 8)
+    sim = calibrated(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), x, w4a8())
+    before = sim.encodings["0:weight"]
+    with sim.training(learn_scales=True):
+        optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.5)
+        for _ in range(5):
+            optimizer.zero_grad()
+            sim.model(x).square().mean().backward()
+            optimizer.step()
+    assert sim.encodings["0:weight"] != before
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(x), sim(x))
+
+
+def test_a_program_that_computes_something_else_is_refused(tmp_path: Path):
+    module, x = convolutions()
+    sim = calibrated(module, x, w8a8())
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    changed = calibrated(module, x * 2, w8a8())
+    with pytest.raises(ExportError, match=r"steps off the sim at .*; the file was not written"):
+        compare_program(changed, tmp_path / "m.pt2")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (w8a8().override("*", weight="float8e4m3fn"), r"no form for 0:weight: float8e4m3fn is no integer"),
+        (w8a8().override("*", dynamic_activations=True), r"its range is found while the model runs"),
+    ],
+)
+def test_what_the_ops_cannot_say_is_refused_by_name_and_leaves_the_old_file(config: Any, message: str, tmp_path: Path):
+    (tmp_path / "m.pt2").write_text("old")
+    sim = calibrated(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), seeded(5, 8), config)
+    with pytest.raises(ExportError, match=message):
+        export(sim, tmp_path / "m.pt2", format="pt2e")
+    assert (tmp_path / "m.pt2").read_text() == "old"
+
+
+def test_an_lstm_an_onnx_sim_and_options_of_onnx_are_refused(tmp_path: Path):
+    sim = calibrated(nn.LSTM(4, 4, batch_first=True), seeded(2, 3, 4), w8a8())
+    with pytest.raises(ExportError, match="no form for the op LSTM"):
+        export(sim, tmp_path / "m.pt2", format="pt2e")
+    linear = calibrated(nn.Linear(4, 4), seeded(2, 4), w8a8())
+    export(linear, tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match="pt2e holds modules of PyTorch"):
+        export(quantize(tmp_path / "m.onnx", None), tmp_path / "m.pt2", format="pt2e")
+    with pytest.raises(ConfigError, match="opset: for ONNX alone"):
+        export(linear, tmp_path / "m.pt2", format="pt2e", opset=19)

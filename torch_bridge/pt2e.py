@@ -1,0 +1,397 @@
+"""A sim as a program of torch.export: `quantized_decomposed` ops that hold its encodings, and weights as integers."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from qsdk.core.atomic_files import write_atomically
+from qsdk.core.errors import ExportError
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.report import Report
+from qsdk.core.site import owner_of, port_of
+from torch_bridge.calibrate import stored_values
+from torch_bridge.data_passes import captures
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.parameters import to_numpy
+from torch_bridge.torch_values.pytree import argument_leaves
+from torch_bridge.tracing.trace import Captured, capture_marked
+from torch_bridge.workarounds.decomposed_ops import (
+    DEQUANTIZE,
+    DEQUANTIZE_CHANNELS,
+    LIBRARY,
+    QUANTIZE,
+    QUANTIZE_CHANNELS,
+)
+
+#: name of the entry of the file that says which site each dequantize op is of
+SITES = "qsdk.sites.json"
+_DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_CHANNELS)
+_TYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+_INTO = "model."  # what tracing puts in front of the paths of the model
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """A grid of integers as the ops take it: the container, and its bounds and zero points, shifted to be signed."""
+
+    dtype: torch.dtype
+    lo: int
+    hi: int
+    shift: int
+
+    @classmethod
+    def of(cls, dtype: DType) -> "_Codes":
+        bits = 8 if dtype.bits <= 8 else 16 if dtype.bits <= 16 else 32
+        shift = 0 if dtype.signed else 1 << (dtype.bits - 1)
+        return cls(_TYPES[bits], int(dtype.lo) - shift, int(dtype.hi) - shift, shift)
+
+
+def write_program(
+    sim: QuantSim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, check: bool
+) -> Report:
+    """Write a sim as a file of `torch.export.save`, and with `check` compare what it computes with the sim first.
+
+    Raises:
+        ExportError: a site that the ops have no form for, or a program that computes something else.
+    """
+    refuse_unsayable(plan)
+    captured = capture_marked(sim.model, sim.runtime, sim.current_example)
+    builder = ProgramBuilder(sim, plan, encodings, captured)
+    program = builder.program()
+    facts: dict[str, Any] = {}
+
+    def write(staged: Path) -> None:
+        with staged.open("wb") as file:
+            torch.export.save(program, file, extra_files={SITES: json.dumps({"version": 1, "sites": builder.order})})
+        if check:
+            facts.update(compare_program(sim, staged))
+        facts["bytes"] = staged.stat().st_size
+
+    target = Path(path)
+    write_atomically(target, write)
+    lsb = facts.pop("lsb", {})
+    rows = [{**row, **({"max_lsb": lsb[row["site"]]} if row["site"] in lsb else {})} for row in builder.rows]
+    return Report("Export", rows, {"paths": [str(target)], "needs": LIBRARY, **facts})
+
+
+def refuse_unsayable(plan: Plan) -> None:
+    """Refuse a plan with a site that `quantized_decomposed` ops cannot say, by name."""
+    for decision in plan.decisions.values():
+        reason = ""
+        if decision.dynamic or decision.tied_dynamically:
+            reason = "its range is found while the model runs; leave out dynamic_activations"
+        elif decision.input_block is not None:
+            reason = 'its layer rounds its input in blocks; leave out compute="int8"'
+        elif decision.spec is not None and decision.spec.dtype.kind == "minifloat":
+            reason = f"{decision.spec.dtype} is no integer; choose int8 or int4 there"
+        if reason:
+            raise ExportError(f"format='pt2e' has no form for {decision.site}: {reason}, or float32 for it")
+
+
+class ProgramBuilder:
+    """The program of a sim: what torch captured, with ops in the place of marks, and integers for what is stored.
+
+    Attributes:
+        rows: of the report: site, dtype and form.
+        order: the site of each dequantize op, in the order of the graph.
+    """
+
+    def __init__(self, sim: QuantSim, plan: Plan, encodings: Mapping[str, Encoding], captured: Captured) -> None:
+        self._sim, self._plan, self._encodings, self._captured = sim, plan, encodings, captured
+        self._stored = stored_values(sim)
+        self._module = captured.program.module(check_guards=False)
+        self._root = nn.Module()
+        self._made: dict[str, fx.Node] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.order: list[str] = []
+
+    def program(self) -> ExportedProgram:
+        """Return the program."""
+        graph = self._module.graph
+        for node in list(graph.nodes):
+            if node.op == "call_function" and str(node.target).startswith("onnx_symbolic."):
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(self._in_place_of(graph, node))
+                graph.erase_node(node)
+        self._set_edges(graph)
+        for node in reversed(graph.nodes):
+            if node.op in ("get_attr", "call_function") and not node.users and not node.is_impure():
+                graph.erase_node(node)
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.view.default:  # a mark is in one piece of memory, which its ops may not be
+                node.target = torch.ops.aten.reshape.default
+            if node.op == "get_attr":
+                self._keep(node)
+        module = fx.GraphModule(self._root, graph)
+        given = [x.clone() for x in _tensors(self._sim)]
+        shapes = [dict.fromkeys(axes, Dim.DYNAMIC) for axes in self._captured.shapes]
+        with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            result = torch.export.export(module, tuple(given), dynamic_shapes=tuple(shapes), strict=False)
+        for node in result.graph.nodes:
+            node.meta.pop("stack_trace", None)  # it reveals this machine's paths
+        made = sum(node.target in _DEQUANTIZES for node in result.graph.nodes)
+        if made != len(self.order):
+            raise ExportError(f"torch kept {made} of the {len(self.order)} dequantize ops; export as ONNX instead")
+        return result
+
+    def _in_place_of(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """Return the node that stands for a symbolic one: a site's ops, or the op that torch has for an ONNX op."""
+        inputs, op_type = node.args[0], node.args[1]
+        assert isinstance(inputs, list | tuple)
+        if op_type == "Identity":
+            return inputs[0]  # type: ignore[return-value]
+        if op_type == "BatchNormalization":
+            epsilon = node.kwargs["attr_floats"][0]  # type: ignore[index]
+            return graph.call_function(torch.ops.aten.batch_norm.default, (*inputs, False, 0.0, epsilon, False))
+        if op_type != "Quantizer":
+            raise ExportError(f"format='pt2e' has no form for the op {op_type}; leave it out, or export as ONNX")
+        site, x = str(node.kwargs["attr_strs"][0]), inputs[0]  # type: ignore[index]
+        decision = self._plan.decisions.get(site)
+        if decision is None:
+            return x  # type: ignore[return-value]
+        return self._of_site(graph, decision, x, node.meta["val"].dtype)  # type: ignore[arg-type]
+
+    def _of_site(self, graph: fx.Graph, decision: Decision, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        encoding, spec = self._encodings.get(decision.site), decision.spec
+        if encoding is None or not decision.quantized:
+            narrow = spec is not None and not spec.dtype.is_quantized and spec.dtype.name != "float32"
+            self._add_row(decision, spec.dtype.name if narrow and spec else decision.tensor_type, "float")
+            if not narrow or spec is None:
+                return x
+            cast = graph.call_function(torch.ops.aten.to.dtype, (x, getattr(torch, spec.dtype.name)))
+            return graph.call_function(torch.ops.aten.to.dtype, (cast, dtype))
+        if decision.kind in ("weight", "bias") and decision.site in self._stored:
+            known = self._made.get(decision.site)
+            if known is None:
+                known = self._made[decision.site] = self._of_stored(graph, decision, encoding, dtype)
+            return known
+        self._add_row(decision, encoding.dtype.name, "quantize and dequantize")
+        codes, channels = _Codes.of(encoding.dtype), encoding.axis is not None
+        if encoding.block_size is not None:
+            raise ExportError(f"format='pt2e' has no form for {decision.site}: blocks of an activation")
+        grid = self._grid(graph, decision.site, encoding, codes)
+        made = graph.call_function(QUANTIZE_CHANNELS if channels else QUANTIZE, (x, *grid))
+        return self._dequantized(graph, decision.site, made, grid, dtype, channels=channels)
+
+    def _of_stored(self, graph: fx.Graph, decision: Decision, encoding: Encoding, dtype: torch.dtype) -> fx.Node:
+        site, values = decision.site, self._stored[decision.site]
+        name = _attribute(site)
+        if decision.kind == "bias":  # backends round a bias to int32 themselves, and these values keep their codes
+            self._add_row(decision, encoding.dtype.name, "float values on the grid of int32")
+            return self._buffer(graph, name, torch.from_numpy(np.array(values)).to(dtype))
+        codes = _Codes.of(encoding.dtype)
+        stored = encoding.quantize(values).astype(np.int64) - codes.shift
+        integers = self._buffer(graph, name, torch.from_numpy(stored).to(codes.dtype))
+        if encoding.block_size is None:
+            self._add_row(decision, encoding.dtype.name, f"{str(codes.dtype).removeprefix('torch.')} and dequantize")
+            grid = self._grid(graph, site, encoding, codes)
+            return self._dequantized(graph, site, integers, grid, dtype, channels=encoding.axis is not None)
+        self._add_row(decision, encoding.dtype.name, "int8, dequantized by plain ops: scales of blocks")
+        return self._of_blocks(graph, site, integers, encoding, codes, values.shape, dtype)
+
+    def _of_blocks(
+        self,
+        graph: fx.Graph,
+        site: str,
+        integers: fx.Node,
+        encoding: Encoding,
+        codes: _Codes,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> fx.Node:
+        """Return the nodes that multiply codes with the scale of their block."""
+        axis, size, ops = encoding.axis or 0, encoding.block_size or 1, torch.ops.aten
+        length, name = shape[axis], _attribute(site)
+        repeated = [np.repeat(x, size, axis).take(range(length), axis) for x in (encoding.scale, encoding.zero_point)]
+        whole = length % size == 0
+        if whole:  # the numbers of a block get an axis of their own, and its scale is stored once
+            split = (*shape[:axis], length // size, size, *shape[axis + 1 :])
+            integers = graph.call_function(ops.view.default, (integers, list(split)))
+            repeated = [np.expand_dims(x, axis + 1) for x in (encoding.scale, encoding.zero_point)]
+        scale = self._buffer(graph, f"{name}_scale", torch.from_numpy(repeated[0].astype(np.float32)))
+        result = graph.call_function(ops.to.dtype, (integers, torch.float32))
+        if encoding.zero_point.any() or codes.shift:
+            zero = self._buffer(graph, f"{name}_zero_point", torch.from_numpy(repeated[1] - np.float32(codes.shift)))
+            result = graph.call_function(ops.sub.Tensor, (result, zero))
+        result = graph.call_function(ops.mul.Tensor, (result, scale))
+        if whole:
+            result = graph.call_function(ops.view.default, (result, list(shape)))
+        return result if dtype == torch.float32 else graph.call_function(ops.to.dtype, (result, dtype))
+
+    def _grid(self, graph: fx.Graph, site: str, encoding: Encoding, codes: _Codes) -> tuple[Any, ...]:
+        """Return the arguments of an op behind its tensor: numbers, or tensors and the axis for channels."""
+        behind = (codes.lo, codes.hi, codes.dtype)
+        if encoding.axis is None:
+            return float(encoding.scale[0]), int(encoding.zero_point[0]) - codes.shift, *behind
+        name = _attribute(site)
+        zero_points = torch.from_numpy(encoding.zero_point.astype(np.int64) - codes.shift)
+        scale = self._buffer(graph, f"{name}_scale", torch.from_numpy(np.array(encoding.scale)))
+        return scale, self._buffer(graph, f"{name}_zero_point", zero_points), encoding.axis, *behind
+
+    def _dequantized(
+        self, graph: fx.Graph, site: str, codes: fx.Node, grid: tuple[Any, ...], dtype: torch.dtype, *, channels: bool
+    ) -> fx.Node:
+        self.order.append(site)
+        wanted: dict[str, Any] = {} if dtype == torch.float32 else {"out_dtype": dtype}
+        return graph.call_function(DEQUANTIZE_CHANNELS if channels else DEQUANTIZE, (codes, *grid), wanted)
+
+    def _add_row(self, decision: Decision, dtype: str, form: str) -> None:
+        self.rows.append({"site": decision.site, "dtype": dtype, "form": form})
+
+    def _buffer(self, graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+        _register(self._root, name, value.contiguous())
+        return graph.create_node("get_attr", name)  # `get_attr` of the graph warns until its module has it
+
+    def _keep(self, node: fx.Node) -> None:
+        """Keep a tensor of the model that the program reads in float, under its own name."""
+        name = str(node.target)
+        if _held(self._root, name) is not None:
+            return
+        value = _held(self._module, name)
+        assert value is not None
+        node.target = name.removeprefix(_INTO)
+        if _held(self._root, str(node.target)) is None:
+            _register(self._root, str(node.target), value.detach())
+
+    def _set_edges(self, graph: fx.Graph) -> None:
+        """Give the program the model's own names of inputs, and one tensor as output where there is one."""
+        graph.set_codegen(fx.graph.CodeGen())
+        places = [node for node in graph.nodes if node.op == "placeholder"]
+        for node, name in zip(places, self._captured.inputs, strict=True):
+            node.target = node.name = name.replace(".", "_")
+        output = next(node for node in graph.nodes if node.op == "output")
+        leaves = output.args[0]
+        if isinstance(leaves, list | tuple) and len(leaves) == 1:
+            output.args = (leaves[0],)
+
+
+def _attribute(site: str) -> str:
+    owner = owner_of(site)
+    return port_of(site) if owner == "self" else f"{owner}.{port_of(site)}".replace("/", ".")
+
+
+def _register(root: nn.Module, name: str, value: Tensor) -> None:
+    *owners, leaf = name.split(".")
+    for owner in owners:
+        if owner not in root._modules:
+            root.add_module(owner, nn.Module())
+        root = root.get_submodule(owner)
+    root.register_buffer(leaf, value)
+
+
+def _held(root: nn.Module, name: str) -> Tensor | None:
+    *owners, leaf = name.split(".")
+    for owner in owners:
+        if owner not in root._modules:
+            return None
+        root = root.get_submodule(owner)
+    value = getattr(root, leaf, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _tensors(sim: QuantSim) -> list[Tensor]:
+    """Return the tensors of the sim's example, in the order in which the program takes them."""
+    example = sim.current_example
+    leaves = argument_leaves(sim.model.forward, example.args, example.kwargs)
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+    return [x.float() if example.float32_edges and x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
+
+
+class _Taught(fx.Interpreter):
+    """A run of a program in which what follows a site reads the sim's values there; each site is compared first."""
+
+    def __init__(
+        self, program: ExportedProgram, sites: Sequence[str], wanted: Mapping[str, Array], scales: Mapping[str, Array]
+    ) -> None:
+        super().__init__(program.module(check_guards=False))
+        self._sites, self._wanted, self._scales = iter(sites), wanted, scales
+        self.lsb: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; of a dequantize op, note how far it is off in steps, and return the sim's values."""
+        result = super().run_node(n)
+        if n.target not in _DEQUANTIZES:
+            return result
+        site = next(self._sites)
+        wanted = self._wanted.get(site)
+        if wanted is None:
+            return result
+        taught = torch.from_numpy(np.array(wanted)).to(result)
+        if taught.shape != result.shape:
+            raise ExportError(f"the program gives {site} the shape {tuple(result.shape)}, not {tuple(taught.shape)}")
+        off = (result.float() - taught.float()).abs().max().item() if result.numel() else 0.0
+        smallest = float(self._scales[site].min()) if self._scales[site].size else 1.0
+        self.lsb[site] = max(self.lsb.get(site, 0.0), round(off / smallest, 3) if math.isfinite(off) else math.inf)
+        return taught
+
+
+def compare_program(sim: QuantSim, path: Path) -> dict[str, Any]:
+    """Load a program as a user does, and compare it with the sim on its example.
+
+    Returns:
+        `lsb` by site, each fed with the sim's own values, the largest of them, and the SQNR of the outputs of a plain
+        run in dB.
+
+    Raises:
+        ExportError: a site is more than one step off, or an output that the sites do not explain.
+    """
+    extra = {SITES: ""}
+    with path.open("rb") as file:
+        program = torch.export.load(file, extra_files=extra)
+    sites = json.loads(extra[SITES])["sites"]
+    example = sim.current_example
+    (seen, outputs), *_ = captures(sim, [example], forward=_call, progress=False)
+    stored = stored_values(sim)
+    wanted = {**seen, **{site: stored[site] for site in sites if site in stored}}
+    scales = {site: sim.encodings[site].scale for site in set(sites)}
+    given = [x.clone() for x in _tensors(sim)]
+    with torch.no_grad():
+        taught = _Taught(program, sites, wanted, scales)
+        results = _leaves(taught.run(*given))
+        plain = _leaves(program.module()(*(x.clone() for x in given)))
+    worst = max(taught.lsb, key=lambda site: taught.lsb[site], default="")
+    if worst and taught.lsb[worst] > 1:
+        raise ExportError(f"the program is {taught.lsb[worst]} steps off the sim at {worst}; the file was not written")
+    for at, (got, want) in enumerate(zip(results, outputs, strict=True)):
+        size = max(float(np.abs(want).max(initial=0.0)), 1e-6)
+        if got.shape != want.shape or not np.allclose(got, want, rtol=1e-3, atol=1e-3 * size, equal_nan=True):
+            raise ExportError(f"output {at} of the program is not the sim's; the file was not written")
+    decibels = [_sqnr(got, want) for got, want in zip(plain, outputs, strict=True)]
+    at_weights = [lsb for site, lsb in taught.lsb.items() if site in stored]
+    at_others = [lsb for site, lsb in taught.lsb.items() if site not in stored]
+    largest = {"weights_max_lsb": max(at_weights, default=0.0), "activations_max_lsb": max(at_others, default=0.0)}
+    return {"lsb": taught.lsb, **largest, "sqnr_db": min(decibels, default=math.inf)}
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    return model(*example.args, **example.kwargs)
+
+
+def _leaves(outputs: Any) -> list[Array]:
+    return [to_numpy(x) for x in _flat(outputs)]
+
+
+def _flat(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    else:
+        for part in outputs:
+            yield from _flat(part)
+
+
+def _sqnr(got: Array, want: Array) -> float:
+    noise = float(np.sum((got.astype(np.float64) - want) ** 2))
+    return math.inf if noise == 0 else 10 * math.log10(max(float(np.sum(want.astype(np.float64) ** 2)), 1e-30) / noise)
