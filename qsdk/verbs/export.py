@@ -33,6 +33,7 @@ from torch_bridge.gguf.write import write_gguf
 from torch_bridge.pt2e import write_program
 
 _OTHERS = ("compressed-tensors", "genai", "gguf", "pt2e")
+_USUAL = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
 _OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
 
 
@@ -62,17 +63,14 @@ def export(
 
     With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error. With
     `format="genai"`, write a folder for onnxruntime-genai: the model in the fused forms of that runtime, its config and
-    the tokenizer's files. With `format="gguf"`, write a file for llama.cpp: the sim's weights to the last bit.
-    With `format="pt2e"`, write a program of `torch.export` for ExecuTorch and other compilers of PyTorch's own graphs:
-    weights as integers, and `quantized_decomposed` ops with the sim's encodings. Its last act is to load the file and
-    compare each site with the sim's.
+    the tokenizer's files. `gguf` is a file for llama.cpp, `pt2e` a program of `torch.export` for ExecuTorch.
 
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
-            `pt2e` (PyTorch side);
-            for causal models of transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
+            `pt2e` (PyTorch side; rows with the `max_lsb` of each site of the loaded program); for causal models of
+            transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
         opset: 13 to 25, and as the target reads (the default becomes its newest). Higher ones are for dtypes that need
             them, such as 2-bit integers (25); below 21 there are 8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
@@ -116,17 +114,13 @@ def export(
     choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
     choices |= {"shapes": options.get("shapes"), "cache": options.get("cache"), "prefer": prefer}
     if format in _OTHERS:
-        usual = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
-        not_for_it = [name for name, given in choices.items() if given != usual.get(name)]
-        if not_for_it:
+        if not_for_it := [name for name, given in choices.items() if given != _USUAL.get(name)]:
             raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format={format!r}")
         _require_own(format, options)
         if format == "genai":
             report = write_folder_for_genai(sim, plan, encodings, path, tokenizer=options.get("tokenizer"), check=check)
             return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
-        if format == "pt2e":
-            return write_pt2e(sim, plan, encodings, path, check=check)
-        return write_module(sim, plan, encodings, path, format, options.get("max_shard_bytes"))
+        return write_module(sim, plan, encodings, path, format, options.get("max_shard_bytes"), check=check)
     if format != "onnx":
         raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
     _require_own(format, options)
@@ -249,16 +243,6 @@ def _require_own(format: str, options: FileOptions) -> None:
             raise ConfigError(f"{name}= is for format={own!r}; leave it out with format={format!r}")
 
 
-def write_pt2e(
-    sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, check: bool
-) -> Report:
-    """Write a sim of an nn.Module as a program of torch.export."""
-    if isinstance(sim, OnnxSim):
-        raise ExportError("pt2e holds modules of PyTorch, not ONNX models; quantize the nn.Module")
-    report = write_program(sim, plan, encodings, path, check=check)
-    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
-
-
 def write_module(
     sim: Sim,
     plan: Plan,
@@ -266,11 +250,15 @@ def write_module(
     path: str | os.PathLike[str],
     format: str,
     max_shard_bytes: int | None,
+    *,
+    check: bool,
 ) -> Report:
-    """Write a sim of an nn.Module as a folder in the format compressed-tensors, or as a GGUF file."""
+    """Write a sim of an nn.Module as a folder in compressed-tensors, a GGUF file, or a program of torch.export."""
     if isinstance(sim, OnnxSim):
         raise ExportError(f"{format} holds modules of PyTorch, not ONNX models; quantize the nn.Module")
     door_of(sim).traced()  # refuses a model that has changed since it was quantized
     if format == "gguf":
         return write_gguf(sim, plan, encodings, path)
+    if format == "pt2e":
+        return write_program(sim, plan, encodings, path, check=check)
     return write_folder(sim, plan, encodings, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)
