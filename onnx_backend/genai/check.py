@@ -43,7 +43,7 @@ def check_folder(
     wanted = logits(tokens[:-1])[len(prompt) - 1 :]
     noise = float(np.square(got.astype(np.float64) - wanted).sum())
     signal = float(np.square(wanted - wanted.mean(-1, keepdims=True), dtype=np.float64).sum())
-    decibels = 10 * np.log10(signal / noise) if noise and signal else 200.0
+    decibels = float(10 * np.log10(signal / noise)) if noise and signal else 200.0
     if not np.isfinite(got).all() or not decibels >= _LEAST_DB:
         raise ExportError(
             f"{model} was not written: in onnxruntime-genai its logits are {decibels:.1f} dB from the simulation's; "

@@ -4,12 +4,13 @@ Every form is found by structure and computes what the nodes did that it stands 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.genai.attention import AttentionWriter, Norm, Turn
+from onnx_backend.genai.caches import FloatCaches, take_codes, without_pairs
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import write_products
@@ -47,7 +48,7 @@ class Fused:
 
 
 def fuse(model: ModelProto, large: Mapping[str, LargeTensor], *, positions: int) -> Fused:
-    """Write a lowered decoder with a cache in fused forms, in place.
+    """Write a lowered decoder with a cache in fused forms; the given model may be changed.
 
     Args:
         model: for ONNX Runtime, in the forms that its session fuses.
@@ -55,6 +56,18 @@ def fuse(model: ModelProto, large: Mapping[str, LargeTensor], *, positions: int)
         positions: of tokens, up to which it reads.
     """
     _fold_constants(model)
+    caches = without_pairs(model)
+    if isinstance(caches, FloatCaches):
+        fused = _fused(caches.model, large, positions)
+        if not fused.left:
+            take_codes(fused.model, caches.scales)
+            return fused
+    fused = _fused(model, large, positions)
+    return replace(fused, left=dict.fromkeys(fused.left, caches)) if isinstance(caches, str) else fused
+
+
+def _fused(model: ModelProto, large: Mapping[str, LargeTensor], positions: int) -> Fused:
+    """Write a decoder whose cache has no pairs that a form is to take, in place."""
     editor = Editor(model, large)
     graph = read_graph(model)
     groups = {id(group): group for group in match_supergroups(graph).groups.values()}.values()

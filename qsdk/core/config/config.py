@@ -211,8 +211,8 @@ class QuantConfig:
         activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float. `gguf`, the format of
         llama.cpp, has weights of up to 8 bits with scales that float16 holds, and so have their products with zero
         points; activations stay float, and layers round their input to int8 (`compute`), as llama.cpp does. `genai`,
-        of onnxruntime-genai, has a cache of float32 where none is chosen; activations of 16 bits stay float,
-        and layers round their input to int8 (`compute`), as its fast kernels do.
+        of onnxruntime-genai, has a cache of float32 where none is chosen, and one of int8 without zero points;
+        activations of 16 bits stay float, and layers round their input to int8 (`compute`), as its fast kernels do.
 
         Args:
             dialect: the name of a target (`qsdk.core.config.targets`), or a `.toml` file that describes one.

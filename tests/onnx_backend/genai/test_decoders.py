@@ -151,3 +151,22 @@ def test_the_dialect_chooses_a_cache_and_the_fast_kernel():
     assert str(qsdk.weight_only("int4", kv_cache="int8").for_dialect("genai").kv_cache) == "int8"
     with pytest.raises(qsdk.ConfigError, match="weight=int16 cannot be had in the dialect genai"):
         qsdk.weight_only("int16").for_dialect("genai")
+
+
+def test_a_cache_of_int8_holds_the_codes_of_the_simulation(tmp_path: Path):
+    config = qsdk.weight_only("int4", block_size=32, kv_cache="int8", compute="float32").for_dialect("genai")
+    sim = plain_sim(tiny("Llama"), config)
+    report = qsdk.export(sim, tmp_path / "llama", format="genai")
+    assert report.summary["logits_sqnr_db"] > 80  # no code is another one
+    graph = onnx.load(tmp_path / "llama" / "model.onnx", load_external_data=False).graph
+    edges = [one for one in (*graph.input, *graph.output) if "past" in one.name or "present" in one.name]
+    assert {one.type.tensor_type.elem_type for one in edges} == {onnx.TensorProto.INT8}
+    prompt = tokens(5, length=9)[0].tolist()
+    assert text(tmp_path / "llama", prompt, 64) == greedy(sim.model, prompt, 64)
+
+
+def test_a_cache_with_zero_points_stays_plain_and_says_the_remedy(tmp_path: Path):
+    sim = plain_sim(tiny("Llama"), qsdk.weight_only("int4", block_size=32, kv_cache="uint8"))
+    report = qsdk.export(sim, tmp_path / "llama", format="genai")
+    assert "for_dialect('genai') chooses one without" in report.summary["plain"][0]
+    assert report.summary["tokens_equal"] == report.summary["generated"]
