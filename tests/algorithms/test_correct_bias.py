@@ -21,7 +21,7 @@ from onnx_backend.walk import layer_walk as onnx_walk
 from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, equalize, load, quantize, save, w8a8
 from qsdk.algorithms.solvers import bias
 from qsdk.algorithms.solvers.outputs import matching_shift
-from qsdk.core.layers.expected_means import clipped_normal
+from qsdk.core.layers.expected_means import clipped_normal, expected_values
 from qsdk.core.layers.graph_layers import graph_layers
 from qsdk.core.layers.layer_problem import Activation, WeightLayout
 from qsdk.core.numerics.spec import PerChannel, Spec
@@ -361,8 +361,6 @@ def test_without_data_the_means_come_from_the_batch_norms():
 
 def test_the_means_are_those_of_the_data():
     """What is expected of each layer's input beside what the float model has there."""
-    from qsdk.core.layers.expected_means import expected_values
-
     model, x = behind()
     sim = quantize(model, x[:4], w8a8())
     expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
@@ -381,6 +379,28 @@ def test_the_means_are_those_of_the_data():
             spread = seen[name].std(1).max()
             found = torch.from_numpy(expected[op.inputs[0]].mean).float()
             assert float((found - seen[name].mean(1)).abs().max()) < 0.1 * float(spread)
+
+
+class Averaged(nn.Module):
+    """A linear layer behind the average of a BatchNorm's result over some axes."""
+
+    def __init__(self, axes):
+        super().__init__()
+        self.axes, self.norm, self.head = axes, nn.BatchNorm2d(4), nn.Linear(4, 2)
+        nn.init.uniform_(self.norm.bias)
+
+    def forward(self, x):
+        return self.head(self.norm(x).mean(self.axes))
+
+
+@pytest.mark.parametrize(("axes", "known"), [((2, 3), True), ((1, 2), False)])
+def test_an_average_over_positions_alone_keeps_the_means_of_channels(axes, known):
+    model = Averaged(axes).eval()
+    sim = quantize(model, seeded(2, 4, 4, 4), w8a8())
+    expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
+    found = expected.get(next(op.inputs[0] for op in sim.graph.ops if op.type == "Gemm"))
+    assert (found is not None) == known
+    assert found is None or np.allclose(found.mean, model.norm.bias.detach())
 
 
 @pytest.mark.slow
