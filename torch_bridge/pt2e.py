@@ -115,6 +115,7 @@ class ProgramBuilder:
         self._module = captured.program.module(check_guards=False)
         self._root = nn.Module()
         self._made: dict[str, fx.Node] = {}
+        self._sites: dict[fx.Node, str] = {}
         self.rows: list[dict[str, Any]] = []
         self.order: list[str] = []
 
@@ -135,6 +136,7 @@ class ProgramBuilder:
                 node.target = torch.ops.aten.reshape.default
             if node.op == "get_attr":
                 self._keep(node)
+        self._give_each_reader_its_own(graph)
         module = fx.GraphModule(self._root, graph)
         given = [x.clone() for x in _tensors(self._sim)]
         shapes = [dict.fromkeys(axes, Dim.DYNAMIC) for axes in self._captured.shapes]
@@ -244,9 +246,20 @@ class ProgramBuilder:
     def _dequantized(
         self, graph: fx.Graph, site: str, codes: fx.Node, grid: tuple[Any, ...], dtype: torch.dtype, *, channels: bool
     ) -> fx.Node:
-        self.order.append(site)
         wanted: dict[str, Any] = {} if dtype == torch.float32 else {"out_dtype": dtype}
-        return graph.call_function(DEQUANTIZE_CHANNELS if channels else DEQUANTIZE, (codes, *grid), wanted)
+        made = graph.call_function(DEQUANTIZE_CHANNELS if channels else DEQUANTIZE, (codes, *grid), wanted)
+        self._sites[made] = site
+        return made
+
+    def _give_each_reader_its_own(self, graph: fx.Graph) -> None:
+        """Repeat dequantize ops so that each has one reader: a backend takes an op together with those before it."""
+        for node, site in list(self._sites.items()):
+            for reader in list(node.users)[1:]:
+                with graph.inserting_after(node):
+                    own = graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+                reader.replace_input_with(node, own)
+                self._sites[own] = site
+        self.order = [self._sites[node] for node in graph.nodes if node in self._sites]
 
     def _add_row(self, decision: Decision, dtype: str, form: str) -> None:
         self.rows.append({"site": decision.site, "dtype": dtype, "form": form})

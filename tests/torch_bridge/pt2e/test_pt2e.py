@@ -81,6 +81,8 @@ def test_a_loaded_program_computes_what_the_sim_does_for_other_batches_too(model
     for got, want in zip(outputs(program.module()(twice)), outputs(sim(twice)), strict=True):
         noise, power = float((got - want).square().sum()), float(want.square().sum())
         assert noise <= power * 1e-3
+    made = [node for node in program.graph.nodes if node.target in (DEQUANTIZE, DEQUANTIZE_CHANNELS)]
+    assert all(len(node.users) == 1 for node in made)  # a backend takes each op with the ones before it
     assert "stack_trace" not in str([list(node.meta) for node in program.graph.nodes])
 
 
