@@ -15,6 +15,7 @@ import onnx
 from onnx import ModelProto
 
 from onnx_backend.lower import lower
+from onnx_backend.passes.adapter_inputs import take_adapters
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
 from onnx_backend.passes.static_sizes import leave_out_empty_inputs, propagate_static_sizes, with_stored_codes
 from onnx_backend.proto.graph_queries import nodes_reaching
@@ -76,6 +77,7 @@ def write_model(
     integer_edges: Collection[str] | None = None,
     check: Check | None = None,
     prefer: Prefer = "speed",
+    adapters: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings, holding one large weight at a time.
 
@@ -95,6 +97,7 @@ def write_model(
         integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
         check: see `write_files`.
         prefer: see `qsdk.export`.
+        adapters: the stored matrices that are to be inputs, with their shapes.
     """
     _require_choices(path, opset, prefer)
     runtime = runtime_named(dialect)
@@ -114,6 +117,7 @@ def write_model(
             [*models.values()], text, plan, encodings, provenance, tensors or {}, shared, named_onnx=named_onnx
         )
         for model, form in zip(models.values(), forms, strict=True):
+            take_adapters(model, adapters or {})
             runtime.speed_up(model)  # its forms have no node for a site's facts
             _require_valid(model, form["fixed_shapes"])
         written = write_files(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from onnx import ModelProto
@@ -11,6 +12,7 @@ from onnx_backend.data_passes.overflow import with_overflow
 from onnx_backend.data_passes.written_file import Opened, check_written
 from onnx_backend.export import Shapes, without_uncalibrated, write_model
 from onnx_backend.opening.encodings_of_file import float_facts, merge_provenance
+from onnx_backend.passes.adapter_inputs import write_adapter
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto.opsets import OPSET
 from onnx_backend.proto.write_file import StagedModel
@@ -31,10 +33,11 @@ from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 from torch_bridge.gguf.write import write_gguf
 from torch_bridge.pt2e import write_program
+from torch_bridge.torch_values.adapters import Matrices, active_adapter, adapter_names, matrices_of
 
 _OTHERS = ("compressed-tensors", "genai", "gguf", "pt2e")
 _USUAL = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
-_OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
+_OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai", "adapters": "onnx"}
 
 
 class FileOptions(TypedDict, total=False):
@@ -45,6 +48,7 @@ class FileOptions(TypedDict, total=False):
     cache: Literal["float", "integer"] | None
     max_shard_bytes: int | None
     tokenizer: Any
+    adapters: Literal["inputs"] | None
 
 
 def export(
@@ -90,7 +94,9 @@ def export(
             as an opened file had it. `external_data`: whether large weights go to a file of their own,
             `<path>.<hash>.data`; None for only where one file cannot hold them (2 GiB). `max_shard_bytes` of a file of
             compressed-tensors; None for 5 GB. `tokenizer`, whose files a folder for genai gets; None for those of the
-            checkpoint that the model was read from.
+            checkpoint that the model was read from. `adapters`: `inputs` makes the LoRA matrices of a peft model inputs
+            with those of the active adapter as defaults, and writes `<path>.<name>.onnx_adapter` for each adapter,
+            which ONNX Runtime feeds (`RunOptions.add_active_adapter`).
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -124,7 +130,16 @@ def export(
     if format != "onnx":
         raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
     _require_own(format, options)
-    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
+    adapters = _adapters_of(sim, options.get("adapters"))
+    choices |= {
+        "check": check,
+        "adapters": {name: value.shape for name, value in next(iter(adapters.values()), {}).items()},
+    }
+    report = with_notes(write_onnx(sim, plan, encodings, path, choices), sim.bias_remarks())
+    for name, matrices in adapters.items():
+        beside = Path(path).with_suffix(f".{name}.onnx_adapter")
+        write_adapter(beside, matrices)
+        report.summary["paths"].append(str(beside))
     return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
 
@@ -227,6 +242,18 @@ def _check(door: Door, opened: dict[str, Opened], strict: bool, file: StagedMode
         return door.check_parity(model, [batch], "onnxruntime")
 
     opened[file.path.name] = check_written(file, lambda: door.run_example(file.model), parity, strict=strict)
+
+
+def _adapters_of(sim: Sim, wanted: str | None) -> dict[str, Matrices]:
+    """Return the matrices of each adapter under the names that they have in the file, those of the active one first."""
+    if wanted is None:
+        return {}
+    if wanted != "inputs":
+        raise ConfigError(f"adapters={wanted!r}; choose 'inputs', or leave it out")
+    if isinstance(sim, OnnxSim) or not (names := adapter_names(sim.model)):
+        raise ConfigError("adapters='inputs': the model has no adapters of peft (LoRA); leave it out")
+    active = active_adapter(sim.model)
+    return {name: matrices_of(sim.model, name, active) for name in sorted(names, key=lambda name: name != active)}
 
 
 def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:

@@ -36,6 +36,7 @@ from torch_bridge.sites.runtime_state import (
     refuse_unreachable_site,
     saved_tensors_hook,
 )
+from torch_bridge.torch_values.adapters import ADAPTER
 from torch_bridge.torch_values.parameters import packed_rows
 from torch_bridge.torch_values.pytree import MOVES
 from torch_bridge.workarounds.export_forms import export_form
@@ -269,6 +270,16 @@ class Runtime(RuntimeState):
         finally:
             self.frame = frame
 
+    def _is_float_adapter(self, site: str) -> bool:
+        """Return whether a site is of an adapter that has taken the place of one whose site there is float."""
+        found = ADAPTER.fullmatch(site)
+        places = [f"{found[1]}.{name}{found[3]}" for name in self._adapters] if found else []
+        return any(place in self.quantizers and self.quantizers[place] is None for place in places)
+
+    @functools.cached_property
+    def _adapters(self) -> frozenset[str]:
+        return frozenset(found[2] for site in self.quantizers if (found := ADAPTER.fullmatch(site)))
+
     def quantize(self, site: str, x: Tensor) -> Tensor:
         """Return x on the grid of a site, or x itself where the site is float."""
         if site not in self.quantizers:
@@ -277,6 +288,8 @@ class Runtime(RuntimeState):
                 return x
             if self.now.reads_cache and op_of_site(site) in MOVES:
                 return x  # cached values are on their grid already
+            if self._is_float_adapter(site):
+                return x
             has = "" if loss_inputs is None else f" and has {loss_inputs.names}"
             raise ModelError(
                 f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "

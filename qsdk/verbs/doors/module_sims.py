@@ -22,6 +22,7 @@ from torch_bridge.attach import compare_sites
 from torch_bridge.prepare import PreparedModel, prepare, trace_and_number
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_weights import WeightFiles
+from torch_bridge.torch_values.adapters import with_float_adapters
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.layers import online_rotations, unbounded_paths
 from torch_bridge.wrapping.wrapped_state import link_sim, weights_digest
@@ -75,6 +76,7 @@ def quantize_module(
     model: nn.Module, example: Any, config: QuantConfig, *, dynamic_shapes: Any, in_place: bool, fold_batch_norm: bool
 ) -> QuantSim:
     """Return the sim of a module; see `qsdk.quantize`."""
+    config = with_float_adapters(config, model)
     prepared = prepare(
         model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
     )
