@@ -18,11 +18,15 @@ Matrices = dict[str, npt.NDArray[np.float32]]
 
 
 def with_float_adapters(config: QuantConfig, model: nn.Module) -> QuantConfig:
-    """Return the config with a first rule that leaves the matrices of adapters float, where a model has some."""
+    """Return the config with a rule that leaves the matrices of adapters float, where a model has some.
+
+    It stands before the first rule whose pattern names such matrices, which decides for itself.
+    """
     if not _layers(model):
         return config
-    rule = config.skip(_MATRICES, optional=True).rules[-1]
-    return replace(config, rules=(rule, *(own for own in config.rules if own != rule)))
+    named = next((at for at, own in enumerate(config.rules) if "lora_" in own.pattern), len(config.rules))
+    before = replace(config, rules=config.rules[:named]).skip(_MATRICES, optional=True)
+    return replace(config, rules=(*before.rules, *config.rules[named:]))
 
 
 def adapter_names(model: nn.Module) -> list[str]:

@@ -72,6 +72,15 @@ def test_adapters_are_float_and_ranges_hold_what_each_of_them_makes() -> None:
     assert float(sim.encodings[site].high[0]) > float(alone.encodings[site].high[0])
 
 
+def test_rules_for_everything_leave_adapters_float_and_those_that_name_them_decide() -> None:
+    fast = qsdk.w8a8().for_dialect("onnxruntime")
+    named = fast.override("*.lora_A.*", weight="int8")
+    matrix = "base_model.model.0.lora_A.red:weight"
+    for config, dtype in ((fast, "float32"), (named, "int8")):
+        rows = {row["site"]: row["dtype"] for row in qsdk.quantize(_adapted(), DATA[0], config).coverage().rows}
+        assert rows[matrix] == dtype
+
+
 def test_training_changes_the_adapter_alone() -> None:
     sim = _sim()
     before = {name: value.clone() for name, value in sim.model.named_parameters()}
