@@ -37,7 +37,7 @@ from torch_bridge.torch_values.adapters import Matrices, active_adapter, adapter
 
 _OTHERS = ("compressed-tensors", "genai", "gguf", "pt2e")
 _USUAL = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
-_OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai", "adapters": "onnx"}
+_OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
 
 
 class FileOptions(TypedDict, total=False):
@@ -93,10 +93,9 @@ def export(
             share their weights. `cache`: `integer` takes and gives quantized keys and values as codes; None: floats, or
             as an opened file had it. `external_data`: whether large weights go to a file of their own,
             `<path>.<hash>.data`; None for only where one file cannot hold them (2 GiB). `max_shard_bytes` of a file of
-            compressed-tensors; None for 5 GB. `tokenizer`, whose files a folder for genai gets; None for those of the
-            checkpoint that the model was read from. `adapters`: `inputs` makes the LoRA matrices of a peft model inputs
-            with those of the active adapter as defaults, and writes `<path>.<name>.onnx_adapter` for each adapter,
-            which ONNX Runtime feeds (`RunOptions.add_active_adapter`).
+            compressed-tensors; None for 5 GB. `tokenizer`, whose files a folder for genai gets; None: its model's.
+            `adapters`: `inputs` makes the LoRA matrices of a peft model inputs, the active adapter's by default, and
+            writes `<path>.<name>.onnx_adapter` for each (ONNX Runtime's `RunOptions.add_active_adapter` feeds them).
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -118,7 +117,7 @@ def export(
     ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
     encodings = door.encodings(ready)
     choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
-    choices |= {"shapes": options.get("shapes"), "cache": options.get("cache"), "prefer": prefer}
+    choices |= {name: options.get(name) for name in ("shapes", "cache", "adapters")} | {"prefer": prefer}
     if format in _OTHERS:
         if not_for_it := [name for name, given in choices.items() if given != _USUAL.get(name)]:
             raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format={format!r}")
@@ -130,16 +129,7 @@ def export(
     if format != "onnx":
         raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
     _require_own(format, options)
-    adapters = _adapters_of(sim, options.get("adapters"))
-    choices |= {
-        "check": check,
-        "adapters": {name: value.shape for name, value in next(iter(adapters.values()), {}).items()},
-    }
-    report = with_notes(write_onnx(sim, plan, encodings, path, choices), sim.bias_remarks())
-    for name, matrices in adapters.items():
-        beside = Path(path).with_suffix(f".{name}.onnx_adapter")
-        write_adapter(beside, matrices)
-        report.summary["paths"].append(str(beside))
+    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
     return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
 
 
@@ -197,6 +187,7 @@ def write_onnx(
     integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
     opened: dict[str, Opened] = {}
+    adapters = _adapters_of(sim, options.get("adapters"))
     runtime = runtime_named(options["dialect"])
     checked, newest = options["check"] and runtime.opens, runtime.target.opsets[1]
     said = {}
@@ -214,8 +205,13 @@ def write_onnx(
         in_use=door.files_read(),
         integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
         check=partial(_check, door, opened, runtime.simulates) if checked else None,
-        **{name: value for name, value in options.items() if name not in ("cache", "check")},
+        **{name: value for name, value in options.items() if name not in ("cache", "check", "adapters")},
+        adapters={name: matrix.shape for name, matrix in next(iter(adapters.values()), {}).items()},
     )
+    for name, matrices in adapters.items():
+        beside = Path(path).with_suffix(f".{name}.onnx_adapter")
+        write_adapter(beside, matrices)
+        report.summary["paths"].append(str(beside))
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
     return _with_session(Report(report.title, report.rows, {**report.summary, **lacking, **said}), opened)
 
