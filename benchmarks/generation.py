@@ -3,7 +3,7 @@
 One JSON line. `decoder`: 8 layers of 512 with random weights, int4 in blocks of 32; tokens a second of ours over the
 builder's, for decoding and for prompts of 128 and 512 tokens, on one and two threads (medians of interleaved rounds),
 bytes of the folders, and nodes. `stories`: perplexity of stories15M on 64 stories that it has told itself, over that of
-the float model: the builder's round to nearest and k-quant, ours to nearest and by gptq, each as its folder computes.
+the float model: the builder's round to nearest, ours to nearest and by gptq, each as its folder computes.
 `python benchmarks/generation.py decoder` or `stories` measures one. Targets: 1.0 or more of the builder's speed, 1.02
 or less of its bytes, gptq within 2 % of float.
 """
@@ -160,11 +160,10 @@ def stories(folder: Path) -> dict[str, Any]:
     data, texts = [{"input_ids": row[None]} for row in told[:32]], told[32:]
     save(model, folder / "checkpoint")
     build(folder / "checkpoint", folder / "rtn", "int4_accuracy_level=4")
-    build(folder / "checkpoint", folder / "k_quant", "int4_accuracy_level=4", "int4_algo_config=k_quant")
     export(model, folder / "nearest", data=data)
     export(model, folder / "gptq", data=data, verbs=[qsdk.gptq])
     own = qsdk.analysis.perplexity(model, texts)
-    names = ("rtn", "k_quant", "nearest", "gptq")
+    names = ("rtn", "nearest", "gptq")
     over = {name: round(perplexity(folder / name, texts) / own, 4) for name in names}
     sizes = {name: round(size(folder / name) / size(folder / "rtn"), 4) for name in names}
     return {"float": round(own, 4), "perplexity over float": over, "bytes over rtn": sizes}
