@@ -183,11 +183,11 @@ def write_onnx(
     door, cache = door_of(sim, Run(progress=False)), options["cache"]
     if cache not in ("float", "integer", None):
         raise ConfigError(f"cache={cache!r} is unknown; choose 'float', 'integer', or None for that of an opened file")
+    adapters = _adapters_of(sim, options.get("adapters"))
     traced = door.traced()
     integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
     opened: dict[str, Opened] = {}
-    adapters = _adapters_of(sim, options.get("adapters"))
     runtime = runtime_named(options["dialect"])
     checked, newest = options["check"] and runtime.opens, runtime.target.opsets[1]
     said = {}
