@@ -16,11 +16,11 @@ from onnx import NodeProto, TensorProto
 
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.readers import BLOCK_KEY
+from onnx_backend.readers import BLOCK_KEY, COPY_KEY
 
 Array = npt.NDArray[Any]
 #: stored type -> bits, and what makes its codes unsigned
-_CODES: dict[int, tuple[int, int]] = {
+CODES: dict[int, tuple[int, int]] = {
     TensorProto.INT2: (2, 2),
     TensorProto.UINT2: (2, 0),
     TensorProto.INT4: (4, 8),
@@ -68,13 +68,6 @@ class Product:
     def kind(self) -> tuple[Any, ...]:
         """Return what products that become one have in common."""
         return self.source, self.bits, self.block, self.sizes[0], self.level
-
-
-def write_products(editor: Editor) -> None:
-    """Write every product with stored codes as a MatMulNBits, in place."""
-    for product in find_products(editor):
-        editor.replace(product.output, [merged(editor, [product], product.output)])
-    editor.apply()
 
 
 def find_products(editor: Editor) -> list[Product]:
@@ -140,15 +133,15 @@ def _packed(products: Sequence[Product]) -> Array:
 def _product(editor: Editor, layer: NodeProto) -> Product | None:
     if layer.op_type not in ("MatMul", "Gemm") or editor.options(layer).get("transB"):
         return None
-    pair = editor.maker(layer.input[1], "DequantizeLinear")
+    pair = _table(editor, layer.input[1])
     held = None if pair is None else editor.index.stored.get(pair.input[0])
     scale = None if pair is None else editor.index.stored.get(pair.input[1])
-    if pair is None or held is None or scale is None or held.data_type not in _CODES or len(held.dims) != 2:
+    if pair is None or held is None or scale is None or held.data_type not in CODES or len(held.dims) != 2:
         return None
     if scale.data_type != TensorProto.FLOAT:
         return None
     facts, (width, made) = metadata(pair), held.dims
-    bits, lift = _CODES[held.data_type]
+    bits, lift = CODES[held.data_type]
     block = int(facts.get(BLOCK_KEY, 0))
     level = _INT8_LEVEL if block else 0
     options = editor.options(pair)
@@ -181,6 +174,18 @@ def _product(editor: Editor, layer: NodeProto) -> Product | None:
     sizes = (int(width), int(made))
     codes = editor.stored(pair.input[0])
     return Product(layer.input[0], output, site, bits, block, sizes, level, codes, lift, scales, unsigned, bias)
+
+
+def _table(editor: Editor, weight: str) -> NodeProto | None:
+    """Return the DequantizeLinear of a weight, also behind a barrier: what is written says its level of accuracy."""
+    barrier = editor.index.makers.get(weight)
+    if barrier is None or COPY_KEY not in metadata(barrier) or len(barrier.input) > 1:
+        return editor.maker(weight, "DequantizeLinear")
+    pair = editor.maker(barrier.input[0], "DequantizeLinear")
+    held = None if pair is None else editor.index.stored.get(pair.input[0])
+    # outputs of 2 bits that are no whole bytes: the kernel gets them wrong
+    of_two_bits = held is not None and held.data_type in (TensorProto.INT2, TensorProto.UINT2)
+    return None if held is None or (of_two_bits and held.dims[-1] % 4) else pair
 
 
 def _with_bias(editor: Editor, layer: NodeProto, made: int) -> tuple[str, Array | None] | None:
