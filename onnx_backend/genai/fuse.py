@@ -13,8 +13,7 @@ from onnx_backend.genai.attention import AttentionWriter, Norm, Turn
 from onnx_backend.genai.caches import FloatCaches, take_codes, without_pairs
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
-from onnx_backend.genai.lookups import write_look_ups
-from onnx_backend.genai.products import find_products, merged
+from onnx_backend.genai.lookups import write_products
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
@@ -79,7 +78,7 @@ def _fused(model: ModelProto, large: Mapping[str, LargeTensor], positions: int) 
     writer = AttentionWriter(editor, turns, norms, Computed(editor, positions), sizes)
     count = writer.write()
     _write_norms(editor, norms)
-    _write_products(editor)
+    write_products(editor)
     _drop_unread_inputs(model)
     del model.graph.value_info[:], model.metadata_props[:]  # of tensors that are gone
     for node in model.graph.node:
@@ -130,15 +129,6 @@ class _Named:
             if numbers and 0 <= numbers[0] < 0.1:
                 return float(numbers[0])
         return 0.0
-
-
-def _write_products(editor: Editor) -> None:
-    """Write every product with stored codes as a MatMulNBits, and look-ups in the same codes as what reads those."""
-    written = [(product, merged(editor, [product], product.output)) for product in find_products(editor)]
-    for product, node in written:
-        editor.replace(product.output, [node])
-    write_look_ups(editor, written)
-    editor.apply()
 
 
 def _write_norms(editor: Editor, norms: Mapping[str, Norm]) -> None:

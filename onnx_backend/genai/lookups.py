@@ -1,14 +1,17 @@
-"""Look-ups in tables that are output layers too: GatherBlockQuantized on the codes of the layer's MatMulNBits."""
+"""Products as MatMulNBits, and look-ups in a table that is an output layer too on the codes of that layer."""
 
-from collections.abc import Iterator, Sequence
+import json
+from base64 import b64decode
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.genai.editor import MICROSOFT, Editor
-from onnx_backend.genai.products import CODES, Product
+from onnx_backend.genai.products import CODES, Product, find_products, merged
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.qdq.fast_forms import FORM_KEY
 
 _BITS = (4, 8)  # of codes that the kernel reads
 
@@ -31,15 +34,22 @@ class LookUp:
 
     def site(self) -> str:
         """Return the site of the table."""
-        return metadata(self.table).get("qsdk.site", self.codes)
+        facts = metadata(self.table)
+        if FORM_KEY in facts:  # of rows: the form notes the table first
+            facts = metadata(NodeProto.FromString(b64decode(json.loads(facts[FORM_KEY])[0])))
+        return facts.get("qsdk.site", self.codes)
 
 
-def write_look_ups(editor: Editor, products: Sequence[tuple[Product, NodeProto]]) -> None:
-    """Have look-ups read the codes of products (as their MatMulNBits) that store the same table, for this pass."""
+def write_products(editor: Editor) -> None:
+    """Write every product with stored codes as a MatMulNBits, and look-ups in the same codes as what reads those."""
+    written = [(product, merged(editor, [product], product.output)) for product in find_products(editor)]
+    for product, node in written:
+        editor.replace(product.output, [node])
     for found in _look_ups(editor):
-        match = next(((product, node) for product, node in products if _is_table_of(editor, found, product)), None)
+        match = next(((product, node) for product, node in written if _is_table_of(editor, found, product)), None)
         if match is not None:
             editor.replace(found.output, _nodes(editor, found, *match))
+    editor.apply()
 
 
 def _look_ups(editor: Editor) -> Iterator[LookUp]:
@@ -50,9 +60,10 @@ def _look_ups(editor: Editor) -> Iterator[LookUp]:
         table, rows = editor.maker(node.input[0], "DequantizeLinear"), editor.reader(node.output[0], "DequantizeLinear")
         if table is not None and table.input[0] in editor.index.stored:
             yield LookUp(table, table.input[0], node.input[1], node.output[0])
-        elif rows is not None and rows.input[0] == node.output[0] and node.input[0] in editor.index.stored:
-            if not editor.index.stored[rows.input[1]].dims:
-                yield LookUp(rows, node.input[0], node.input[1], rows.output[0])
+            continue
+        scale = None if rows is None else editor.index.stored.get(rows.input[1])
+        if rows is not None and scale is not None and not scale.dims and node.input[0] in editor.index.stored:
+            yield LookUp(rows, node.input[0], node.input[1], rows.output[0])
 
 
 def _is_table_of(editor: Editor, found: LookUp, product: Product) -> bool:

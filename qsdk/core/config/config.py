@@ -61,7 +61,8 @@ class QuantConfig:
             4 bits per tensor lose too much; "token": one for each token and head, found when the token is new. The
             pattern of a rule may name keys or values alone: `past_key_values.*.value`.
         per_channel: one weight scale per output channel, else per tensor, where a chip has no scales per channel.
-        block_size: one weight scale per run of input channels, 32 to 128 for accurate 4-bit weights; None for none.
+        block_size: one weight scale per run of input channels, 32 to 128 for accurate 4-bit weights; None for none. The
+            rows of an embedding have blocks where a rule names it.
         symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only. False helps where
             all weights have one sign.
         symmetric_activations: fixes the zero points of activations, where a chip has none; costs accuracy on lopsided

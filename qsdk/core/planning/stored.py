@@ -140,6 +140,8 @@ def _stored(
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, decisions)
     wide = _keeps_8_bits(role, wanted, named=choice.is_named("weight"))
     bare = replace(bare, rule=choice.decided_by(*(name for name in _WEIGHT_CHOICES if not (wide and name == "weight"))))
+    if role == "embedding" and choice.is_named("block_size") and len(facts.shape or ()) == 2:
+        operand = replace(operand, input_axis=1)  # rows in blocks, as an output layer that shares the table reads them
     spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and role == "embedding" and wanted.symmetric_weights is None and not choice.is_named("weight"):
         spec = _as_its_rows(context, operand.root, activations, spec)

@@ -110,6 +110,13 @@ def test_a_rule_that_names_the_embedding_decides_it():
     assert spec_of(make_plan(embedding(), w4a8().override("emb", activation=uint16)), "emb:weight").dtype == int8
 
 
+def test_an_embedding_has_blocks_where_a_rule_names_it():
+    blocks = replace(w4a8(), block_size=4)
+    assert spec_of(make_plan(embedding(), blocks), "emb:weight").granularity == PerTensor()
+    plan = make_plan(embedding(), blocks.override("emb", weight=int4, block_size=4))
+    assert spec_of(plan, "emb:weight") == Spec(int4, PerBlock(1, 4))
+
+
 def test_rows_of_a_table_are_on_its_grid():
     plan = make_plan(embedding(), w8a8())
     rows = site(plan, "emb:output")

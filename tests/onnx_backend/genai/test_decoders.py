@@ -91,6 +91,23 @@ def test_64_tokens_of_every_architecture_are_those_of_the_simulation(kind: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("table", [{}, {"weight": "int8", "block_size": 32}, {"weight": "int4", "block_size": 32}])
+def test_an_output_layer_that_is_the_embedding_is_stored_once(table: dict[str, Any], tmp_path: Path):
+    config = W4.override("embed_tokens", **table) if table else W4.for_dialect("genai")
+    sim = plain_sim(tiny("Llama", hidden_size=64, tie_word_embeddings=True), config)
+    report = qsdk.export(sim, tmp_path / "llama", format="genai")
+    assert report.summary["logits_sqnr_db"] > 100
+    prompt = tokens(5, length=9)[0].tolist()
+    assert text(tmp_path / "llama", prompt, 32) == greedy(sim.model, prompt, 32)
+    found = nodes(tmp_path / "llama")
+    assert found["MatMulNBits"] == 2 * 5 + 1
+    assert found["GatherBlockQuantized"] == 1
+    assert not found.keys() & {"MatMul", "DequantizeLinear"}
+    forms = {row["site"]: row["form"] for row in report.rows}
+    assert forms["model.embed_tokens:weight"].endswith("the codes of lm_head:weight")
+
+
+@pytest.mark.slow
 def test_layers_with_rotary_embeddings_and_windows_of_their_own(tmp_path: Path):
     kinds = ["sliding_attention", "full_attention"]
     sizes = {
@@ -115,6 +132,7 @@ def test_layers_with_rotary_embeddings_and_windows_of_their_own(tmp_path: Path):
     assert len({node.input[7] for node in attentions}) == 2  # tables of two bases
 
 
+@pytest.mark.slow
 def test_heads_that_the_kernel_does_not_turn_stay_plain_and_are_named(tmp_path: Path):
     sim = plain_sim(decoder("Llama"), W4)  # heads of 8
     report = qsdk.export(sim, tmp_path / "llama", format="genai")
@@ -136,6 +154,7 @@ def test_what_is_no_decoder_with_a_cache_is_refused(tmp_path: Path):
     assert not [*tmp_path.rglob("*.onnx")]
 
 
+@pytest.mark.slow
 def test_a_folder_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sim = plain_sim(tiny("Llama"), W4)
     monkeypatch.setattr(products, "packed_bits", lambda codes, bits: np.zeros_like(packed_bits(codes, bits)))
@@ -153,6 +172,7 @@ def test_the_dialect_chooses_a_cache_and_the_fast_kernel():
         qsdk.weight_only("int16").for_dialect("genai")
 
 
+@pytest.mark.slow
 def test_a_cache_of_int8_holds_the_codes_of_the_simulation(tmp_path: Path):
     config = qsdk.weight_only("int4", block_size=32, kv_cache="int8", compute="float32").for_dialect("genai")
     sim = plain_sim(tiny("Llama"), config)
@@ -165,6 +185,7 @@ def test_a_cache_of_int8_holds_the_codes_of_the_simulation(tmp_path: Path):
     assert text(tmp_path / "llama", prompt, 64) == greedy(sim.model, prompt, 64)
 
 
+@pytest.mark.slow
 def test_a_cache_with_zero_points_stays_plain_and_says_the_remedy(tmp_path: Path):
     sim = plain_sim(tiny("Llama"), qsdk.weight_only("int4", block_size=32, kv_cache="uint8"))
     report = qsdk.export(sim, tmp_path / "llama", format="genai")
