@@ -3,7 +3,8 @@
 One JSON line. `decoder`: 8 layers of 512 with random weights, int4 in blocks of 32; tokens a second of ours over the
 builder's, for decoding and for prompts of 128 and 512 tokens, on one and two threads (medians of interleaved rounds),
 bytes of the folders, and nodes. `stories`: perplexity of stories15M on 64 stories that it has told itself, over that of
-the float model: the builder's round to nearest, ours to nearest and by gptq, each as its folder computes.
+the float model: the builder's round to nearest, ours to nearest, by gptq, and to nearest with 4 bits for the embedding
+too, each as its folder computes.
 `python benchmarks/generation.py decoder` or `stories` measures one. Targets: 1.0 or more of the builder's speed, 1.02
 or less of its bytes, gptq within 2 % of float.
 """
@@ -162,8 +163,10 @@ def stories(folder: Path) -> dict[str, Any]:
     build(folder / "checkpoint", folder / "rtn", "int4_accuracy_level=4")
     export(model, folder / "nearest", data=data)
     export(model, folder / "gptq", data=data, verbs=[qsdk.gptq])
+    table = CONFIG.override("embed_tokens", weight="int4", block_size=32)  # which is the output layer too
+    export(model, folder / "table of 4 bits", table, data=data)
     own = qsdk.analysis.perplexity(model, texts)
-    names = ("rtn", "nearest", "gptq")
+    names = ("rtn", "nearest", "gptq", "table of 4 bits")
     over = {name: round(perplexity(folder / name, texts) / own, 4) for name in names}
     sizes = {name: round(size(folder / name) / size(folder / "rtn"), 4) for name in names}
     return {"float": round(own, 4), "perplexity over float": over, "bytes over rtn": sizes}
