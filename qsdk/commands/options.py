@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.for_dialect import RuntimeName, TimedRuntime
 from qsdk.core.config.json_form import read_choice
 from qsdk.core.config.rules import CHOICES
-from qsdk.core.config.target import shipped_targets
+from qsdk.core.config.target import is_target_file, shipped_targets
 from qsdk.core.errors import ConfigError
 from qsdk.core.ranges.estimators import METHODS
 
@@ -67,6 +68,14 @@ def entry(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _target(text: str) -> str:
+    if is_target_file(text) or text in shipped_targets():
+        return text
+    near = get_close_matches(text, shipped_targets(), n=1)
+    known = f"did you mean {near[0]}?" if near else f"choose {_DIALECTS}"
+    raise argparse.ArgumentTypeError(f"unknown target {text!r}; {known}")
+
+
 #: how the value of an option is read, by the word that stands for it
 _READ: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {
@@ -76,6 +85,7 @@ _READ: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "INPUT=1,3,224,224": shape,
         "N|H,W": _sides,
         "R,G,B": _numbers,
+        "TARGET": _target,
     }
 )
 _ROW = re.compile(r"(?P<name>\S+)(?: (?P<value>\S+))?(?P<more> \.\.\.)?  (?P<help>.+)")
@@ -194,7 +204,7 @@ def add_validate(commands: Any) -> None:
     validate = add_command(commands, "validate", text, "qsdk validate model.onnx --json", "qsdk.commands.validate:run")
     rows = f"""
     model  a quantized ONNX file
-    --dialect NAME  check for this runtime: {_DIALECTS} (default: ONNX Runtime's CPU)
+    --dialect TARGET  check for this runtime: {_DIALECTS} (default: ONNX Runtime's CPU)
     --strict  exit 1 on warnings too"""
     add_options(validate, rows)
 
@@ -346,8 +356,8 @@ def add_quantize(commands: Any) -> None:
     rows = f"""
     --metric-data PATH ...  as --data: what --metric and --labels are for instead, all of it, while --data calibrates
     --opset N  13 to 25 (default: 21)
-    --dialect NAME  the runtime that is to read the file: {_DIALECTS} (default: onnxruntime, with the config as it is);
-        what it cannot have is changed before calibration; for onnxruntime, int8 weights are made exact on every
+    --dialect TARGET  the runtime that is to read the file: {_DIALECTS} (default: onnxruntime, with the config as it
+        is); what it cannot have is changed before calibration; for onnxruntime, int8 weights are made exact on every
         processor
     --prefer {{speed,size}}  size: two 4-bit weights share a byte beside quantized activations too, where no integer
         kernel of ONNX Runtime reads them (default: speed)"""

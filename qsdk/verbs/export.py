@@ -169,8 +169,8 @@ def check_parity(
         0.0
     """
     run = run_of(check_parity, options)
-    opened = opened_qdq(model)
-    report = door_of(sim, run).check_parity(opened, data, runtime)
+    door, opened = door_of(sim, run), opened_qdq(model)
+    report = door.check_parity(opened, data, runtime)
     if runtime not in (None, "onnxruntime"):
         return report
     return with_overflow(report, opened, in_session=runtime is not None)

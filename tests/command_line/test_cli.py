@@ -220,11 +220,11 @@ def test_quantize_refuses_and_leaves_what_was_there(at: Path, capsys, name: str)
     [
         [],
         ["quantise"],
-        ["quantize", "float.onnx", "m.onnx"],
         ["quantize", "float.onnx", "m.onnx", "--data", "images.npz", "--random", "2"],
         ["quantize", "float.onnx", "m.onnx", "--random", "1", "--shape", "x=0,3"],
         ["quantize", "float.onnx", "m.onnx", "--random", "1", "--shape", "1,3"],
         ["validate"],
+        ["validate", "model.onnx", "--dialect", "abacus"],
         ["parity", "model.onnx", "--random", "1", "--level", "most"],
         ["parity", "model.onnx", "--random", "1", "--entry", "session"],
         ["encodings"],
@@ -236,6 +236,11 @@ def test_wrong_usage_is_code_2(at: Path, capsys, command: list[str]):
         main(command)
     assert left.value.code == 2
     assert "usage: qsdk" in capsys.readouterr().err
+
+
+def test_activations_have_no_ranges_without_data(at: Path, capsys):
+    assert main(["quantize", "float.onnx", "m.onnx"]) == 2
+    assert "give --data with inputs of the model, or --random 1 to try out" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_list_and_a_wrong_one_the_nearest(capsys):

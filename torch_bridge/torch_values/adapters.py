@@ -76,7 +76,9 @@ def active_adapter(model: nn.Module) -> str:
     return str(active.pop())
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers of peft that have matrices of adapters, by path."""
+def _layers(model: Any) -> dict[str, Any]:
+    """Return the layers of peft that have matrices of adapters, by path; none of what is no module."""
+    if not isinstance(model, nn.Module):
+        return {}
     found = ((path, getattr(one, "lora_A", None), one) for path, one in model.named_modules())
     return {path: one for path, matrices, one in found if isinstance(matrices, nn.ModuleDict) and len(matrices)}

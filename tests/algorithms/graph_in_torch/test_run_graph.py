@@ -20,7 +20,7 @@ from qsdk import ModelError
 from qsdk.algorithms.graph_in_torch.run_graph import run_graph, unsupported_ops
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
-from qsdk.verbs.doors.onnx_door import OnnxDoor
+from qsdk.verbs.doors.choose import door_of
 
 node = helper.make_node
 RNG = np.random.default_rng(0)
@@ -54,7 +54,7 @@ MODELS = {
 def test_the_graph_of_a_sim_gives_the_outputs_of_onnx_runtime(name: str):
     model = MODELS[name]()
     sim, feeds = qsdk.quantize(model, None, qsdk.w8a8()), feeds_of(model)
-    found = run_graph(sim.graph, OnnxDoor(sim).constants(), feeds, unchanged)
+    found = run_graph(sim.graph, door_of(sim).constants(), feeds, unchanged)
     for value, wanted in zip(found, by_runtime(model, feeds), strict=True):
         np.testing.assert_allclose(value.numpy(), wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
@@ -70,7 +70,7 @@ def test_outputs_and_gradients_of_the_demo_network_are_those_of_its_module():
         return one if site == sim.graph.tensors[given].site else value
 
     feeds = {sim.graph.tensors[given].name: np.zeros_like(images)}
-    (found,) = run_graph(sim.graph, OnnxDoor(sim).constants(), feeds, replace_images)
+    (found,) = run_graph(sim.graph, door_of(sim).constants(), feeds, replace_images)
     wanted = module(other)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     found.square().sum().backward()
@@ -91,7 +91,7 @@ def test_a_visitor_that_quantizes_every_site_gives_the_simulation(name: str):
     def quantize(site, value):
         return torch.from_numpy(encodings[site].fake_quantize(value.numpy())) if site in encodings else value
 
-    found = run_graph(sim.graph, OnnxDoor(sim).constants(), feeds, quantize)
+    found = run_graph(sim.graph, door_of(sim).constants(), feeds, quantize)
     for value, wanted, index in zip(found, sim.run(feeds), sim.graph.outputs, strict=True):
         lsb = float(encodings[sim.graph.tensors[index].site].scale.max())
         assert np.abs(value.numpy() - wanted).max() <= 2.01 * lsb
@@ -259,7 +259,7 @@ def test_the_constants_of_a_sim_have_those_of_integers_and_what_verbs_changed():
     model = make_model(nodes, {"x": [1]}, {"y": [50, 100, 2]}, {**weights(w=(7, 2)), "places": places})
     sim = qsdk.quantize(model, None, qsdk.w8a8())
     sim.change_stored({"w": np.ones((7, 2), np.float32)})
-    constants = OnnxDoor(sim).constants()
+    constants = door_of(sim).constants()
     np.testing.assert_array_equal(constants["places"], places)
     (y,) = run_graph(sim.graph, constants, {"x": np.full(1, 3, np.float32)}, unchanged)
     assert (y == 3).all()

@@ -293,7 +293,7 @@ def test_an_embedding_is_named_by_its_op_type_or_its_shape():
     for where in ({"op_type": "Gather"}, {"shape": (50, 8)}):
         assert spec_of(make_plan(embedding(), w4a8().override(weight="int4", **where)), "emb:weight").dtype == int4
     by_dtype = w4a8().override(tensor_dtype="float32", weight="int4")
-    assert spec_of(make_plan(embedding(), by_dtype), "emb:weight").dtype == int8
+    assert spec_of(make_plan(embedding(), by_dtype), "emb:weight").dtype.bits == 8
 
 
 # rules that match nothing

@@ -207,7 +207,7 @@ def test_what_scales_are_confined_to_is_read_off_them(spec: Spec):
             {"dtype": uint8, "granularity": PerChannel(1), "symmetric": False, "dynamic": True},
             "not asymmetric uint8 per channel",
         ),
-        ({"dtype": uint8, "dynamic": "token"}, "symmetric int8 per token, not symmetric uint8 per tensor"),
+        ({"dtype": uint8, "dynamic": "token"}, "symmetric int8 or int4 per token, not symmetric uint8 per tensor"),
         ({"dtype": qsdk.float16, "dynamic": True}, "not symmetric float16"),
     ],
 )
