@@ -121,7 +121,7 @@ sim = qsdk.quantize(model, batches[0], "w8a8")
 qsdk.calibrate(sim, batches)
 accuracies["w8a8"] = accuracy(sim.model)
 lost = accuracies["float"] - accuracies["w8a8"]
-print(f"8 bits get {accuracies['w8a8']:.1f} right; more than 3 of 100 lists are lost:", lost > 0.03)
+print("8 bits: more than 3 of 100 lists are lost:", lost > 0.03)
 
 # %% [markdown]
 # That is much worse, though 8 bits cost nothing in [the first tutorial](integers.ipynb). One scale serves all channels of
