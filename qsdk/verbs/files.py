@@ -59,6 +59,9 @@ def save_encodings(
 ) -> Report:
     """Write encodings, of a sim or those of another file, in qsdk's own format or in one of AIMET's.
 
+    The file holds grids, no values: weights that `adaround`, `gptq` or `tune_blocks` have rounded, and biases that a
+    verb has shifted, are in what `save` and `export` write. On `unwrap()`'s floats its grids round to nearest.
+
     Args:
         sim_or_file: a sim of either side; or a file of encodings of qsdk or AIMET, or a Q/DQ ONNX model (`.onnx`).
         path: of the file to write.

@@ -442,7 +442,7 @@ def test_a_failing_export_leaves_the_old_files_intact(sim: QuantSim, copied: Pat
     before = listing(copied.parent)
     with pytest.raises(ConfigError, match=r"opset 26 cannot be written; choose one of 13 to 25"):
         export(sim, copied, opset=26)
-    with pytest.raises(ConfigError, match=r"unknown dialect 'tflite'; choose one of onnxruntime, onnx, openvino, qnn"):
+    with pytest.raises(ConfigError, match=r"unknown dialect 'tflite'; choose one of .*onnxruntime, openvino, qnn"):
         export(sim, copied, dialect="tflite")
     uncalibrated = sim_of(ConvNet(), X)
     with pytest.raises(CalibrationError):

@@ -10,7 +10,7 @@ from torch_models import calibrated, seeded
 from training_models import loss_of
 
 import qsdk
-from qsdk import ExportError, QuantSim, w4a8
+from qsdk import ExportError, QuantSim, w4a8, w8a8
 
 
 class Tower(nn.Module):
@@ -84,7 +84,8 @@ def test_adapters_train_on_a_quantized_base_that_does_not_change():
 
 @pytest.mark.slow
 def test_a_model_with_adapters_is_quantized_with_them_and_merges_after():
-    sim = calibrated(peft.get_peft_model(base(), peft.LoraConfig(**LORA)), X)
+    config = w8a8().override("*.lora_*", weight="int8", activation="uint8")
+    sim = calibrated(peft.get_peft_model(base(), peft.LoraConfig(**LORA)), X, config)
     assert sim.plan.decisions["base_model.model.up.lora_A.default:weight"].quantized
     frozen = {name: p.detach().clone() for name, p in sim.model.named_parameters() if not p.requires_grad}
     with sim.training(learn_scales=True) as model:
