@@ -144,7 +144,7 @@ def decision_tree(axes: Axes, colours: tuple[str, ...]) -> None:
     empty(axes, 13, 6.4)
     box(axes, 6.5, 5.9, "calibrate(sim, batches), then measure", colours, strong=True)
     columns = (
-        (1.7, "weights of 4 bits\nor fewer", "seq_mse, then\nadaround or gptq", "tune_blocks,\ntraining"),
+        (1.7, "weights of 4 bits\nor fewer", "gptq\nor adaround", "tune_blocks,\ntraining"),
         (4.9, "one layer is\nto blame", "set_precision,\noverride", "mixed_precision"),
         (8.1, "a transformer\nat 8 bits", "rotate, scales per\nchannel, smooth_quant", "tune_ranges,\nw8a16"),
         (11.3, "a small drop,\nall layers alike", 'method="mse",\ncorrect_bias', "training"),
