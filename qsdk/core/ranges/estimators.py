@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -226,12 +226,14 @@ CalibrationMethod = Literal[
     "post_training_percentile",
     "sqnr",
 ]
+_SYNONYMS = {
+    "post_training_tf": "min_max",
+    "post_training_tf_enhanced": "tf_enhanced",
+    "post_training_percentile": "percentile",
+    "sqnr": "tf_enhanced",
+}
 #: each of these names -> the estimator
-METHODS: Mapping[str, str] = MappingProxyType(
-    {name: name for name in ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy")}
-    | {"post_training_tf": "min_max", "post_training_tf_enhanced": "tf_enhanced", "sqnr": "tf_enhanced"}
-    | {"post_training_percentile": "percentile"}
-)
+METHODS: Mapping[str, str] = MappingProxyType({name: _SYNONYMS.get(name, name) for name in get_args(CalibrationMethod)})
 PERCENTILE = 99.99
 MOMENTUM = 0.1
 
