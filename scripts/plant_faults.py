@@ -6,8 +6,12 @@
 The faults: another comparison, operator, constant, branch, reduction, or a term, a statement left out (mutation
 analysis after DeMillo, Lipton, Sayward 1978, "Hints on test data selection"). A fault is killed if a test fails, or
 takes much longer than it did. Prints one JSON line of the counts; `--out` has a line for each fault. A run that was
-stopped goes on where it was: what is in `--out` is not planted again, but for survivors that more tests can judge now
-(`--seconds`, more notes of calls).
+stopped goes on where it was: what is in `--out` is not planted again, but for faults whose file has changed since (the
+test that killed them goes first) and survivors that more tests can judge now (`--seconds`, more notes of calls).
+
+The faults are drawn from the sources of one commit (`--drawn-at`) and found again in today's: the count says what
+became of them as tests and code changed. Tests are written for those that survive, so the share that is killed of
+another draw is lower; `--drawn-at HEAD --seed 1` says how much.
 
 The tests are collected once. A process forked for each fault gives the live functions of its file the faulty code, and
 runs tests until one fails; the file is changed as well, for the processes that tests start.
@@ -24,6 +28,7 @@ import random
 import resource
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections import defaultdict
@@ -41,6 +46,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("qsdk", "torch_bridge", "onnx_backend")
 MEMORY = 8 * 2**30  # bytes that the tests of one fault may take
+DRAWN_AT = "4fef0dae"  # a draw that stays the same lets counts of different days be compared
 SECONDS = 60.0  # of the selected tests together, as they took when their calls were noted
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -84,9 +90,8 @@ class Test(NamedTuple):
     calls: int
 
 
-def faults_of(file: str) -> Iterator[Fault]:
+def faults_of(file: str, source: bytes) -> Iterator[Fault]:
     """Yield every fault that can be planted in the functions of a file."""
-    source = ROOT.joinpath(file).read_bytes()
     offsets = [0]
     for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
@@ -115,6 +120,31 @@ def faults_of(file: str) -> Iterator[Fault]:
             yield from visit(child, function)
 
     yield from visit(ast.parse(source), None)
+
+
+def sources_at(commit: str) -> dict[str, bytes]:
+    """Return the packages' files as they were at a commit; SystemExit if this clone has no such commit."""
+    command = ["git", "-C", str(ROOT), "archive", commit, *PACKAGES]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{done.stderr.decode().strip()}: name a commit that this clone has with --drawn-at")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        members = [(member.name, archive.extractfile(member)) for member in archive if member.name.endswith(".py")]
+        return {name: content.read() for name, content in sorted(members) if content is not None}
+
+
+def by_text(sources: dict[str, bytes]) -> dict[tuple[object, ...], Fault]:
+    """Return the faults of some files by what does not change when the lines around them do."""
+    result: dict[tuple[object, ...], Fault] = {}
+    for file, source in sources.items():
+        lines = source.decode().splitlines()
+        for fault in faults_of(file, source):
+            key = (file, fault.name, lines[fault.line - 1].strip(), fault.old, fault.new)
+            nth = 0
+            while (*key, nth) in result:
+                nth += 1
+            result[*key, nth] = fault
+    return result
 
 
 def changes(node: ast.expr | ast.stmt, text: Callable[[ast.expr], str]) -> Iterator[str]:
@@ -192,11 +222,11 @@ def _spread(tests: list[Test]) -> list[Test]:
     return [test for _, _, test in sorted(ranked, key=lambda row: row[:2])]
 
 
-def selected(tests: list[Test], limit: float) -> list[Test]:
-    """Return as many of the tests as take no longer than `limit` seconds together, at least one."""
+def selected(tests: list[Test], limit: float, first: str | None = None) -> list[Test]:
+    """Return as many of the tests as take no longer than `limit` seconds together, at least one; `first` leads."""
     result: list[Test] = []
     spent = 0.0
-    for test in tests:
+    for test in sorted(tests, key=lambda test: test.name != first):
         if not result or spent + test.seconds <= limit:
             result.append(test)
             spent += test.seconds
@@ -331,16 +361,30 @@ def work(numbered: list[tuple[int, Fault, list[Test]]], out: Path) -> None:
             print(printed.getvalue()[-4000:], file=sys.stderr)
 
 
-def rows_of(out: Path, planted: list[Fault]) -> dict[int, dict[str, Any]]:
-    """Return the last row of each fault that has been judged; SystemExit if rows are of other sources or seeds."""
-    rows = {}
-    for line in out.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row["number"] < len(planted) and asdict(planted[row["number"]]).items() <= row.items():
-            rows[row["number"]] = row
-        else:
-            raise SystemExit(f"{out} holds faults of other sources or another seed: remove it, or name another --out")
-    return rows
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Return what has been judged so far."""
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def judged(rows: list[dict[str, Any]], planted: dict[int, Fault]) -> dict[int, dict[str, Any]]:
+    """Return the last row of each fault of these very sources."""
+    return {row["number"]: row for row in rows if as_in(row, planted.get(row["number"]))}
+
+
+def as_in(row: dict[str, Any], fault: Fault | None) -> bool:
+    """Return whether a row is of this fault in this text of its file."""
+    return fault is not None and asdict(fault).items() <= row.items()
+
+
+def drawn(count: int, seed: int, under: str, drawn_at: str, now: dict[tuple[object, ...], Fault]) -> dict[int, Fault]:
+    """Draw faults of the sources at a commit and return, by their numbers in the draw, those that are still possible.
+
+    A fault whose line is gone or another today gives its place to the next of the draw.
+    """
+    then = list(by_text({f: text for f, text in sources_at(drawn_at).items() if f.startswith(under)}))
+    keys = random.Random(seed).sample(then, min(2 * count, len(then)))
+    still = [(number, now[key]) for number, key in enumerate(keys) if key in now]
+    return dict(still[:count])
 
 
 def main() -> None:
@@ -348,23 +392,29 @@ def main() -> None:
     parser.add_argument("--calls", type=Path, default=ROOT / "build" / "calls")
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drawn-at", default=DRAWN_AT, help="the commit whose faults are drawn; HEAD for a fresh draw")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--under", default="", help="plant in files below this folder alone")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults.jsonl")
     options = parser.parse_args()
-    files = sorted(p.relative_to(ROOT).as_posix() for name in PACKAGES for p in (ROOT / name).rglob("*.py"))
-    all_faults = [fault for file in files if file.startswith(options.under) for fault in faults_of(file)]
-    planted = random.Random(options.seed).sample(all_faults, min(options.faults, len(all_faults)))
+    now = by_text(sources_at("HEAD"))
+    planted = drawn(options.faults, options.seed, options.under, options.drawn_at, now)
     tests = tests_by_function(options.calls)
-    callers = [selected(tests.get((fault.file, fault.function), []), options.seconds) for fault in planted]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.touch()
-    earlier = rows_of(options.out, planted)
+    rows = rows_of(options.out)
+    killers = {row["number"]: row["killer"] for row in rows}
+    callers = {
+        number: selected(tests.get((fault.file, fault.function), []), options.seconds, killers.get(number))
+        for number, fault in planted.items()
+    }
+    earlier = judged(rows, planted)
     jobs = [
-        (number, fault, some)
-        for number, (fault, some) in enumerate(zip(planted, callers, strict=True))
-        if number not in earlier or (earlier[number]["killer"] is None and earlier[number]["tests"] < len(some))
+        (number, fault, callers[number])
+        for number, fault in planted.items()
+        if number not in earlier
+        or (earlier[number]["killer"] is None and earlier[number]["tests"] < len(callers[number]))
     ]
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -375,14 +425,14 @@ def main() -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    rows = rows_of(options.out, planted)
-    for _, row in sorted(rows.items()):
+    result = judged(rows_of(options.out), planted)
+    for _, row in sorted(result.items()):
         if row["killer"] is None:
             change = f"`{row['old']}` -> `{row['new']}`"
             print(f"{row['file']}:{row['line']} {row['name']}: {change} ({row['tests']} tests)", file=sys.stderr)
-    uncalled = sum(row["tests"] == 0 for row in rows.values())
-    killed = sum(row["killer"] is not None for row in rows.values())
-    counts = {"faults": len(rows), "killed": killed, "called_by_no_test": uncalled, "candidates": len(all_faults)}
+    uncalled = sum(row["tests"] == 0 for row in result.values())
+    killed = sum(row["killer"] is not None for row in result.values())
+    counts = {"faults": len(result), "killed": killed, "called_by_no_test": uncalled, "candidates": len(now)}
     print(json.dumps(counts))
 
 
