@@ -17,6 +17,9 @@ STORED = {
     "some": np.full((1, 4), 0.5, np.float32),
     "minus": np.full(1, -0.25, np.float32),
     "two": np.full(1, 2.0, np.float32),
+    "minus_one": np.full(1, -1.0, np.float32),
+    "nine": np.full(1, 9.0, np.float32),
+    "matrix": np.full((4, 4), 0.5, np.float32),
     "last": np.array([-1], np.int64),
     "sides": np.array([0, 1, 0, 0], np.int64),
     "scale": np.full((), 0.1, np.float32),
@@ -38,7 +41,7 @@ ONE = [
     "Identity",
 ]
 TWO = ["Add", "Mul", "Div", "Max", "Min", "Sub", "Sum"]
-OTHERS = ["Where", "Clip", "Pow", "ReduceSum", "ReduceMean", "ReduceMax", "Pair", "Square", "Shifted"]
+OTHERS = ["Where", "Clip", "Pow", "Raised", "ReduceSum", "ReduceMean", "ReduceMax", "Pair", "Square", "Shifted"]
 
 
 def nodes_of(kind: str, operands: list[str], result: str) -> list[NodeProto]:
@@ -55,6 +58,8 @@ def nodes_of(kind: str, operands: list[str], result: str) -> list[NodeProto]:
             return [node("Clip", [first, "two"], [result])]
         case "Pow":
             return [node("Pow", [first, "two"], [result])]
+        case "Raised":
+            return [node("Pow", operands, [result])]
         case "Square":
             return [node("Mul", [first, first], [result])]
         case "Shifted":  # by its largest: never above 0, and 0 somewhere
@@ -77,7 +82,7 @@ def nodes_of(kind: str, operands: list[str], result: str) -> list[NodeProto]:
     st.integers(0, 2**32 - 1),
 )
 def test_no_value_that_the_runtime_computes_is_below_its_bound(steps, seed):
-    names, nodes = ["x", "y", "little", "some", "minus", "two"], []
+    names, nodes = ["x", "y", "little", "some", "minus", "two", "minus_one", "nine"], []
     for number, (kind, one, two) in enumerate(steps):
         nodes += nodes_of(kind, [names[-1 - one % len(names)], names[two % len(names)]], f"t{number}")
         names.append(f"t{number}")
@@ -108,6 +113,11 @@ def test_no_value_that_the_runtime_computes_is_below_its_bound(steps, seed):
         ([("Square", "x", "x"), ("Add", "t0", "some"), ("Mul", "t1", "t1")], 0.25),
         ([("Square", "x", "x"), ("Add", "t0", "some"), ("Div", "t1", "two")], 0.25),
         ([("Square", "x", "x"), ("Add", "t0", "some"), ("Pow", "t1", "two")], 0.25),
+        ([("Square", "x", "x"), ("Add", "t0", "some"), ("Raised", "t1", "minus_one")], 1e-45),
+        ([("Square", "x", "x"), ("Add", "t0", "some"), ("Raised", "t1", "y")], 1e-45),
+        ([("Abs", "x", "x"), ("Raised", "t0", "y")], 0.0),
+        ([("Abs", "x", "x"), ("MatMul", "t0", "matrix")], 0.0),
+        ([("MatMul", "x", "matrix")], None),
         ([("Exp", "x", "x"), ("ReduceSum", "t0", "x")], 1e-45),
         ([("Shifted", "x", "x"), ("Exp", "t0", "x"), ("ReduceSum", "t1", "x")], 1.0),
         ([("Clip", "x", "x"), ("Min", "t0", "some")], 0.5),

@@ -61,6 +61,15 @@ def test_a_layer_whose_weight_stays_float_reads_floats():
     assert states(b, read, KERNELS.skip("conv:weight"))["exp"] == "float"
 
 
+def test_a_product_of_a_stored_tensor_that_is_no_weight_reads_floats():
+    b = GraphBuilder()
+    positions = b.stored(None, (8, 8), value=[[0.5] * 8] * 8)
+    read = b.op("MatMul", [positions, b.op("Exp", [b.input()], "exp:output")], "mixed:output")
+    assert states(b, read)["exp"] == "float"
+    both = b.op("MatMul", [b.op("Exp", [0], "left:output"), b.op("Sin", [0], "right:output")], "product:output")
+    assert {states(b, both)[name] for name in ("left", "right")} == {"quantized"}
+
+
 def test_a_rule_that_names_a_tensor_and_16_bits_are_as_wanted():
     b = GraphBuilder()
     last = b.op("Tanh", [b.op("Exp", [b.conv(b.input(), "conv")], "exp:output")], "tanh:output")
