@@ -72,12 +72,12 @@ def check(
     compare_encodings(pairs, encodings, tallies)
     compare_stored(model, pairs, stored, tallies)
     on = on or RunOn()
-    paired, number = _PairedRun(model, encodings, tallies, on), -1
+    paired, number = _PairedRun(model, encodings, tallies, on), None
     for number, (values, outputs) in enumerate(runs):
         batch = {name: value for name, value in values.items() if name not in constant}
         require_values(batch, paired.teacher.inputs, number)
         paired.compare(batch, outputs, moving)
-    if number < 0:
+    if number is None:
         raise DataError("there are no batches to compare on; give at least one (a generator can be used only once)")
     for name, ratio in paired.noise.ratios().items():
         paired.of_output(name).sqnr_db = ratio

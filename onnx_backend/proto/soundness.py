@@ -46,7 +46,7 @@ def require_sound(model: ModelProto, where: str) -> None:
         raise FileFormatError(f"{where} holds two functions {_name(max(keys, key=keys.count))}; {_AGAIN}")
     nodes = all_nodes(model.graph.node)
     inside = {key: all_nodes(function.node) for key, function in functions.items()}
-    for node in (*nodes, *(node for body in inside.values() for node in body)) if functions else ():
+    for node in (*nodes, *(node for body in inside.values() for node in body)):
         _require_fit(node, functions.get(_called(node)), where)
     for key, function in functions.items():
         computed = {name for node in function.node for name in node.output} | {*function.input}

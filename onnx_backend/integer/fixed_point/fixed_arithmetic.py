@@ -60,23 +60,20 @@ def require_unmasked(value: FixedPoint) -> FixedPoint:
     return value
 
 
-def rounding_shift(
-    ctx: LoweringContext, name: str, lo: int, shift: int, to: int, *, keep_lift: bool = False
-) -> tuple[str, int]:
-    """Write `round(x / 2**shift)`, half up, of an int64 tensor that is at least `lo`.
+def rounding_shift(ctx: LoweringContext, name: str, lo: int, shift: int, to: int) -> str:
+    """Write `round(x / 2**shift)`, half up, of an int64 tensor that is at least `lo`, in dtype `to`."""
+    shifted, lift = lifted_shift(ctx, name, lo, shift, to)
+    if not lift:
+        return shifted
+    return ctx.node("Sub", [shifted, ctx.constant(lift, np.int32 if to == TensorProto.INT32 else np.int64)])
 
-    Returns:
-        the tensor in dtype `to`, and the number it is too large by (0 unless `keep_lift`).
-    """
+
+def lifted_shift(ctx: LoweringContext, name: str, lo: int, shift: int, to: int) -> tuple[str, int]:
+    """Write what `rounding_shift` does plus a number that leaves nothing negative, and return that number too."""
     lift = max(0, -(lo >> shift))  # uint64 has the only right shift, so the tensor is made non-negative first
     biased = ctx.node("Add", [name, ctx.constant64((lift << shift) + (1 << (shift - 1)))])
     unsigned = ctx.cast(biased, TensorProto.UINT64)
-    shifted = ctx.shifted_right(unsigned, shift)
-    signed = ctx.cast(shifted, to)
-    if not lift or keep_lift:
-        return signed, lift
-    dtype = np.int32 if to == TensorProto.INT32 else np.int64
-    return ctx.node("Sub", [signed, ctx.constant(lift, dtype)]), 0
+    return ctx.cast(ctx.shifted_right(unsigned, shift), to), lift
 
 
 def narrow_to(ctx: LoweringContext, value: FixedPoint, most: int) -> FixedPoint:
@@ -88,7 +85,7 @@ def narrow_to(ctx: LoweringContext, value: FixedPoint, most: int) -> FixedPoint:
     narrow = fits_int32(lo, hi)
     small = fits_int32(lo, hi - 2 * min(lo, 0))  # also before the lift is taken off again
     to = TensorProto.INT32 if small else TensorProto.INT64
-    name, _ = rounding_shift(ctx, ctx.int64(value), value.lo, excess, to)
+    name = rounding_shift(ctx, ctx.int64(value), value.lo, excess, to)
     if narrow and not small:
         name = ctx.cast(name, TensorProto.INT32)
     error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
@@ -269,7 +266,7 @@ def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], fi
         excess = max(value.bits - (29 if value.lo < 0 else 30), 0)  # the lift doubles a range that can be negative
         lift = 0
         if excess:
-            name, lift = rounding_shift(ctx, value.name, value.lo, excess, TensorProto.INT32, keep_lift=True)
+            name, lift = lifted_shift(ctx, value.name, value.lo, excess, TensorProto.INT32)
             lo, hi = (round_half_up(bound, excess) for bound in (value.lo, value.hi))
             error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
             scale = np.ldexp(value.scale, excess)

@@ -141,13 +141,8 @@ def in_layout_of(encoding: Encoding, source: TensorFacts, target: TensorFacts) -
     pair = (source.channel_axis, target.channel_axis)
     if encoding.axis is None or None in pair or pair[0] == pair[1] or len(source.shape or ()) != 2:
         return encoding
-    blocked = encoding.block_size is not None
-    return replace(
-        encoding,
-        scale=encoding.scale.T if blocked else encoding.scale,
-        zero_point=encoding.zero_point.T if blocked else encoding.zero_point,
-        axis=1 - encoding.axis % 2,
-    )
+    # of channels alone they are vectors, which a transpose leaves as they are
+    return replace(encoding, scale=encoding.scale.T, zero_point=encoding.zero_point.T, axis=1 - encoding.axis % 2)
 
 
 # --- entries of a file ------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def shifts_put_back_on_error(sim: HasBiases) -> Iterator[dict[str, Array]]:
 def _is_unchanged(before: SimState, after: SimState, weight: str, rounds: bool) -> bool:
     """Return whether a weight has the same encoding as before and, with `rounds`, is as frozen as before."""
     old, new = before.encoding(weight), after.encoding(weight)
-    return old == new and (not rounds or old is None or new is None or old.frozen == new.frozen)
+    return old == new and not (rounds and (old and old.frozen) != (new and new.frozen))
 
 
 def rounded_for_good(sim: HasBiases) -> set[str]:

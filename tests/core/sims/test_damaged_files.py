@@ -53,11 +53,12 @@ def rewritten(saved: Path, target: Path, changes: dict[str, bytes], kind: int = 
         ({"weights.pt": b"PK\x03\x04 no archive"}, r"weights\.pt in .* is damaged"),
         ({"weights.pt": inner_archive(50_000_000)}, r"weights\.pt in .* and would unpack to 50,000,000, which no file"),
         ({"manifest.json": DEEP}, r"is no qsdk\.sim file"),
+        ({"manifest.json": b'{"format": "another", "version": 1}'}, r"is no qsdk\.sim file"),
         ({"plan.json": DEEP}, r"is damaged \(.*recursion.*\); write it again with qsdk\.save"),
         ({"encodings.json": DEEP}, r"encodings\.json in .* is nested too deeply"),
         ({"plan.json": b"[]"}, r"is damaged"),
     ],
-    ids=["empty weights", "empty example", "no archive", "inner bomb", "manifest", "plan", "encodings", "no plan"],
+    ids=["empty weights", "empty example", "no archive", "inner bomb", "manifest", "format", "plan", "encodings", "no plan"],
 )
 def test_parts_of_a_saved_sim(saved: Path, tmp_path: Path, changes: dict[str, bytes], message: str):
     path = rewritten(saved, tmp_path / "sim.qsdk", changes)

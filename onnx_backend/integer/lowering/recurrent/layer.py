@@ -282,7 +282,7 @@ def in_unit(ctx: LoweringContext, value: FixedPoint, fraction: int) -> FixedPoin
     ends = sorted((value.lo * factor, value.hi * factor))
     lo, hi = (round_half_up(bound, shift) for bound in ends)
     narrow = max(abs(lo), abs(hi)) < (1 << 31) - 1
-    name, _ = rounding_shift(ctx, name, ends[0], shift, TensorProto.INT32 if narrow else TensorProto.INT64)
+    name = rounding_shift(ctx, name, ends[0], shift, TensorProto.INT32 if narrow else TensorProto.INT64)
     error = (value.error + value.relative * top) * abs(ratio) + abs(factor / 2.0**shift - ratio) * top + 0.5
     return FixedPoint(name, np.asarray(2.0**-fraction), lo, hi, narrow=narrow, error=error)
 
