@@ -404,6 +404,30 @@ def test_an_average_over_positions_alone_keeps_the_means_of_channels(axes, known
 
 
 @pytest.mark.slow
+def test_a_layer_written_as_a_product_and_a_sum_has_the_means_of_its_batch_norm():
+    rng = np.random.default_rng(0)
+    x, weight, bias = rng.normal(size=(4000, 6)), rng.normal(size=(6, 5)), rng.normal(3.0, 1.0, 5)
+    made = x @ weight + bias
+    gain, shift = rng.uniform(0.5, 2.0, 5), rng.normal(size=5)
+    normed = (made - made.mean(0)) / made.std(0) * gain + shift
+    stored = {"w": weight, "b": bias, "gain": gain, "shift": shift, "mean": made.mean(0), "var": made.var(0)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"], "first"),
+        helper.make_node("Add", ["product", "b"], ["sum"], "sum"),
+        helper.make_node(
+            "BatchNormalization", ["sum", "gain", "shift", "mean", "var"], ["normed"], "norm", epsilon=0.0
+        ),
+        helper.make_node("Relu", ["normed"], ["hidden"], "relu"),
+        helper.make_node("MatMul", ["hidden", "last"], ["y"], "second"),
+    ]
+    stored = {name: value.astype(np.float32) for name, value in (stored | {"last": rng.normal(size=(5, 3))}).items()}
+    sim = quantize(make_model(nodes, {"x": ["n", 6]}, {"y": ["n", 3]}, stored), None, w8a8())
+    expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
+    assert set(sim.folded_norms) == {"first"}
+    last = [op for op in sim.graph.ops if op.type == "MatMul"][-1]
+    np.testing.assert_allclose(expected[last.inputs[0]].mean, normed.clip(0).mean(0), atol=0.05)
+
+
 def test_what_a_batch_norm_said_is_forgotten_in_training_and_kept_in_files(tmp_path):
     model, x = behind()
     sim = calibrated(model, x[:16])

@@ -4,6 +4,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -346,6 +347,12 @@ def test_of_two_models_the_worse_number_of_a_layer_sorts_it():
     ]
     row = Row([Side(name, None, layer) for name, layer in zip("AB", layers, strict=True)])
     assert row.numbers == {"share": 0.2, "sqnr": 20.0, "ms": 2.0}
+
+
+@pytest.mark.parametrize(("share", "sqnr_db", "noise"), [(0.5, 20.0, 0.005), (1.0, 0.0, 1.0), (0.5, None, 0.0)])
+def test_the_noise_of_a_layer_is_its_share_of_that_at_the_outputs(share, sqnr_db, noise):
+    side = Side("A", SimpleNamespace(sqnr_db=sqnr_db), facts.LayerFacts("l", (), share=share))
+    assert side.noise == pytest.approx(noise)
 
 
 def test_milliseconds_come_from_a_profile(sim, tmp_path):

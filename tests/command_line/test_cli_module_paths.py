@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qsdk.cli import main
+from qsdk.commands.data.modules import made_module
 
 
 class Block(nn.Module):
@@ -20,6 +21,44 @@ class Block(nn.Module):
 
     def forward(self, x):
         return torch.relu(x + self.conv2(torch.relu(self.conv1(x))))
+
+
+def test_inputs_of_a_module_are_called_as_its_forward_calls_them(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text("""
+import torch
+from torch import nn
+
+class Sum(nn.Module):
+    def forward(self, left, right):
+        return left + right
+
+class Any(nn.Module):
+    def forward(self, *given):
+        return sum(given)
+
+def alone():
+    return Sum()
+
+def pair():
+    return Sum(), (torch.ones(2, 3), torch.ones(2, 3))
+
+def named():
+    return Sum(), {"right": torch.ones(2, 3), "left": torch.ones(2, 3)}
+
+def more():
+    return Any(), (torch.ones(2), torch.ones(2))
+""")
+    names = {
+        name: [item.name for item in made_module(f"{file}:{name}").inputs]
+        for name in ("alone", "pair", "named", "more")
+    }
+    assert names == {
+        "alone": ["left"],
+        "pair": ["left", "right"],
+        "named": ["right", "left"],
+        "more": ["given", "input1"],
+    }
 
 
 def test_rows_show_paths_of_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

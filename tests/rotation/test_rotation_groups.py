@@ -1,5 +1,7 @@
 """The groups of tensors that one rotation turns, on graphs of a few ops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import qsdk
 from qsdk.core.channel_maps.rotation_groups import RotationGroup, find_rotation_groups
+from qsdk.core.graph.graph import Graph
 
 
 def group_of(nodes, inputs, outputs, stored, gains) -> tuple[RotationGroup, list[str]]:
@@ -82,3 +85,24 @@ def test_an_input_of_16_bits_is_not_rotated_at_run_time(dtype, reason):
     sim = qsdk.quantize(FeedForward().eval(), torch.randn(3, 8), config)
     row = qsdk.rotate(sim, online=True, progress=False).rows[-1]
     assert (row["stream"], row["kind"], row["reason"]) == ("down", "input of a layer, at run time", reason)
+
+
+def test_an_op_of_another_domain_turns_nothing_whatever_its_name():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h"], "first"),
+        helper.make_node("RMSNormalization", ["h", "one"], ["a"], "norm1", axis=-1),
+        helper.make_node("MatMul", ["a", "w2"], ["b"], "second"),
+        helper.make_node("Mul", ["b", "two"], ["m"], "foreign"),
+        helper.make_node("Add", ["h", "m"], ["sum"], "add"),
+        helper.make_node("RMSNormalization", ["sum", "one"], ["c"], "norm2", axis=-1),
+        helper.make_node("MatMul", ["c", "w3"], ["y"], "third"),
+    ]
+    stored = {name: np.random.default_rng(0).normal(size=(8, 8)).astype("f") for name in ("w1", "w2", "w3")}
+    stored |= {"one": np.ones(8, np.float32), "two": np.float32(2)}
+    model = make_model(nodes, {"x": [1, 4, 8]}, {"y": [1, 4, 8]}, stored, opset=23)
+    graph = qsdk.quantize(model, None, qsdk.w8a8()).graph
+    for domain, blocked in (("", ""), ("of.others", "it is not linear in its channels")):
+        ops = [replace(op, domain=domain) if op.type == "Mul" else op for op in graph.ops]
+        (group,) = find_rotation_groups(Graph(graph.tensors, ops, graph.inputs, graph.outputs), lambda _: np.ones(8))
+        assert blocked in group.blocked
+        assert bool(group.blocked) is bool(blocked)

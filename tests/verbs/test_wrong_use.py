@@ -108,6 +108,16 @@ def test_no_config_is_w8a8_and_a_quantized_file_has_its_own(sim, tmp_path):
     assert qsdk.quantize(tmp_path / "model.onnx").config is None
 
 
+def test_what_is_for_a_file_is_refused_beside_a_module_and_what_is_for_a_folder_beside_a_file(sim, tmp_path):
+    with pytest.raises(qsdk.ConfigError, match=r"inputs.*a module is traced with its example, which holds them"):
+        qsdk.quantize(nn.Linear(6, 2), X, inputs={"rate": 3})
+    qsdk.save(sim, tmp_path / "sim.qsdk")
+    with pytest.raises(qsdk.ConfigError, match=r"^example: for the folder of a checkpoint"):
+        qsdk.load(tmp_path / "sim.qsdk", nn.Linear(6, 2), example=X)
+    with pytest.raises(qsdk.ConfigError, match=r"^device_map: for the folder of a checkpoint"):
+        qsdk.load(tmp_path / "sim.qsdk", nn.Linear(6, 2), device_map="cpu")
+
+
 def test_a_misspelt_keyword_of_a_rule_is_answered_with_the_nearest_one():
     with pytest.raises(qsdk.ConfigError, match=r"override\(\) has no weights=; did you mean weight=\?"):
         qsdk.w8a8().override("*", weights="int4")

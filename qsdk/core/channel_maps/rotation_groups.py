@@ -538,7 +538,7 @@ def _width(graph: Graph, tensor: int) -> int | None:
     for op_id in graph.consumers[tensor]:
         if is_linear(graph, op_id) and graph.ops[op_id].inputs[0] == tensor and input_axis(graph, op_id) == -1:
             for operand in operands_of(graph, op_id):
-                if operand.role == "weight" and operand.input_axis is not None:
+                if operand.input_axis is not None:
                     width = (graph.tensors[operand.root].shape or ())[operand.input_axis]
                     return width if isinstance(width, int) else None
     return None

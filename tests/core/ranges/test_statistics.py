@@ -62,6 +62,10 @@ def test_every_value_of_every_batch_is_counted():
         assert (histogram.low, histogram.high) == (values.min(), values.max())
 
 
+def test_data_without_texts_has_no_longest_one():
+    assert at_once("min_max").longest == 0
+
+
 @pytest.mark.parametrize("spec", [Spec(uint8, symmetric=False), Spec(int8), Spec(uint8)], ids=str)
 @pytest.mark.parametrize("method", sorted(set(METHODS.values())))
 def test_ranges_of_many_sites_are_those_of_each_alone(method: str, spec: Spec):

@@ -58,7 +58,17 @@ def rewritten(saved: Path, target: Path, changes: dict[str, bytes], kind: int = 
         ({"encodings.json": DEEP}, r"encodings\.json in .* is nested too deeply"),
         ({"plan.json": b"[]"}, r"is damaged"),
     ],
-    ids=["empty weights", "empty example", "no archive", "inner bomb", "manifest", "format", "plan", "encodings", "no plan"],
+    ids=[
+        "empty weights",
+        "empty example",
+        "no archive",
+        "inner bomb",
+        "manifest",
+        "format",
+        "plan",
+        "encodings",
+        "no plan",
+    ],
 )
 def test_parts_of_a_saved_sim(saved: Path, tmp_path: Path, changes: dict[str, bytes], message: str):
     path = rewritten(saved, tmp_path / "sim.qsdk", changes)

@@ -35,6 +35,19 @@ def elsewhere(door):
     return [batch * 3 + 1 for batch in batches(door)]
 
 
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+def test_encodings_of_any_number_of_channels_come_back(outputs, tmp_path):
+    sim = quantize(torch.nn.Linear(4, outputs), torch.ones(2, 4))
+    calibrate(sim, [torch.linspace(-1, 1, 8).reshape(2, 4)], progress=False)
+    qsdk.save_encodings(sim, tmp_path / "all.encodings.json")
+    again = quantize(torch.nn.Linear(4, outputs), torch.ones(2, 4))
+    load_encodings(again, tmp_path / "all.encodings.json")
+    wanted = sim.encodings["self:weight"]
+    assert wanted.scale.shape == (outputs,)
+    np.testing.assert_array_equal(again.encodings["self:weight"].scale, wanted.scale)
+    np.testing.assert_array_equal(again.encodings["self:weight"].zero_point, wanted.zero_point)
+
+
 # freezing
 
 

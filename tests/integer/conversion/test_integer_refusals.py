@@ -150,6 +150,15 @@ def test_a_refusal_names_the_node_the_reason_and_the_remedy(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_places_of_a_pools_largest_values_have_no_integer_form():
+    net, x = started((1, 2, 4, 4))
+    pooled, places = net.op("MaxPool", x, outputs=2, kernel_shape=[2, 2])
+    net.output(places, [1, 2, 3, 3], name="places", dtype=TensorProto.INT64)
+    net.output(net.qdq(pooled, *OUT), [1, 2, 3, 3])
+    with pytest.raises(qsdk.IntegerError, match="its second output, the indices, is read"):
+        converter.convert(stamped(net))
+
+
 def test_float16_scales_make_a_model_of_integers_too(tmp_path):
     summary = qsdk.to_integer(float_scales(), tmp_path / "integer.onnx").summary
     assert (summary["float_tensors"], summary["operations_max_lsb"] <= 1) == (0, True)

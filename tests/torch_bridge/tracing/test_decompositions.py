@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import qsdk
 from torch_bridge.tracing import trace
 from torch_bridge.workarounds import exporter_speed
+from torch_bridge.workarounds.export_forms import export_form
 from torch_bridge.workarounds.exporter_speed import make_functional
 
 
@@ -265,6 +266,17 @@ def test_an_embedding_of_bags_is_a_look_up_and_a_reduction_and_becomes_integers(
     assert qsdk.check_parity(sim, path, [index], progress=False).summary["passed"]
     torch.testing.assert_close(sim(index), model(index), atol=0.05, rtol=0.05)
     assert qsdk.to_integer(path, tmp_path / "integer.onnx", progress=False).summary["float_tensors"] == 0
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 0, -1])
+def test_bags_are_traced_as_what_torch_computes(mode: str, padding: int | None):
+    torch.manual_seed(0)
+    index, table = torch.randint(0, 9, (50, 4)), torch.randn(9, 6)
+    options = {"mode": mode, "padding_idx": padding}
+    traced = export_form(F.embedding_bag, (index, table), options)
+    assert traced is not F.embedding_bag
+    torch.testing.assert_close(traced(index, table, **options), F.embedding_bag(index, table, **options))
 
 
 def test_bags_with_offsets_are_exported_and_refused_as_integers_in_the_modules_words(tmp_path):
