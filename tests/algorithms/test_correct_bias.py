@@ -10,6 +10,7 @@ import pytest
 import torch
 from bias_models import NARROW, data_of, images, layers, narrow_sim, onnx_layers
 from islands import DOORS, everything, sim_at
+from onnx import helper
 from qdq_models import make_model
 from random_problems import problem_of
 from stored_values import stored_bytes
