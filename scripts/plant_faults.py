@@ -13,6 +13,10 @@ The faults are drawn from the sources of one commit (`--drawn-at`) and found aga
 became of them as tests and code changed. Tests are written for those that survive, so the share that is killed of
 another draw is lower; `--drawn-at HEAD --seed 1` says how much.
 
+Left out is what only judges the program itself (assertions, `zip(strict=)`), the text of errors and warnings'
+`stacklevel=`. A fault in a function that no test calls, such as one that makes a table when its module is imported, is
+judged in a new process by the tests that call the others of its file.
+
 The tests are collected once. A process forked for each fault gives the live functions of its file the faulty code, and
 runs tests until one fails; the file is changed as well, for the processes that tests start.
 """
@@ -90,8 +94,8 @@ class Test(NamedTuple):
     calls: int
 
 
-def faults_of(file: str, source: bytes) -> Iterator[Fault]:
-    """Yield every fault that can be planted in the functions of a file."""
+def faults_of(file: str, source: bytes, *, also_unfair: bool = False) -> Iterator[Fault]:
+    """Yield every fault that can be planted in the functions of a file; `also_unfair` those that no test need see."""
     offsets = [0]
     for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
@@ -108,6 +112,12 @@ def faults_of(file: str, source: bytes) -> Iterator[Fault]:
             return
         if isinstance(node, ast.AnnAssign):
             yield from visit(node.value, function) if node.value is not None else ()
+            return
+        if not also_unfair and isinstance(node, ast.keyword) and node.arg == "stacklevel":
+            return
+        if not also_unfair and isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip":
+            for argument in node.args:
+                yield from visit(argument, function)
             return
         if isinstance(node, ast.Raise | ast.Assert) or (isinstance(node, ast.Expr) and is_text(node.value)):
             return
@@ -133,12 +143,12 @@ def sources_at(commit: str) -> dict[str, bytes]:
         return {name: content.read() for name, content in sorted(members) if content is not None}
 
 
-def by_text(sources: dict[str, bytes]) -> dict[tuple[object, ...], Fault]:
+def by_text(sources: dict[str, bytes], *, also_unfair: bool = False) -> dict[tuple[object, ...], Fault]:
     """Return the faults of some files by what does not change when the lines around them do."""
     result: dict[tuple[object, ...], Fault] = {}
     for file, source in sources.items():
         lines = source.decode().splitlines()
-        for fault in faults_of(file, source):
+        for fault in faults_of(file, source, also_unfair=also_unfair):
             key = (file, fault.name, lines[fault.line - 1].strip(), fault.old, fault.new)
             nth = 0
             while (*key, nth) in result:
@@ -261,10 +271,19 @@ def changed_codes(before: bytes, after: bytes, file: str) -> dict[tuple[str, int
     return {(code.co_qualname, code.co_firstlineno): code for code in new if code not in known}
 
 
+class Job(NamedTuple):
+    """A fault of a draw, the tests that judge it, and whether they do so in a process that imports the faulty file."""
+
+    number: int
+    fault: Fault
+    tests: list[Test]
+    afresh: bool
+
+
 class Planting:
     """A pytest plugin that plants faults where pytest would run the collected tests."""
 
-    def __init__(self, numbered: list[tuple[int, Fault, list[Test]]], out: Path) -> None:
+    def __init__(self, numbered: list[Job], out: Path) -> None:
         self.numbered, self.out = numbered, out
         self.sound: dict[str, bool] = {}  # tests that have failed once: whether they pass without a fault
         self.failed: str | None = None  # in a forked process: the first failed test
@@ -279,7 +298,7 @@ class Planting:
         """Judge the faults one after the other, a line of `out` for each."""
         items = {item.nodeid: item for item in session.items}
         functions = live_functions()
-        for number, fault, tests in self.numbered:
+        for number, fault, tests, afresh in self.numbered:
             path = Path(fault.file)
             sound = path.read_bytes()
             faulty = fault.planted(sound)
@@ -290,9 +309,11 @@ class Planting:
                 seconds = sum(test.seconds for test in chosen)
                 path.write_bytes(faulty)
                 try:
-                    killer = self.forked(
-                        [items[t.name] for t in chosen], seconds, functions[str(path.absolute())], codes
-                    )
+                    if afresh:
+                        killer = in_new_process([test.name for test in chosen], seconds)
+                    else:
+                        live = functions[str(path.absolute())]
+                        killer = self.forked([items[test.name] for test in chosen], seconds, live, codes)
                 finally:
                     path.write_bytes(sound)
                 if killer not in items or self.is_sound(killer, items[killer]):
@@ -345,7 +366,20 @@ class Planting:
             process.join()
 
 
-def work(numbered: list[tuple[int, Fault, list[Test]]], out: Path) -> None:
+def in_new_process(names: list[str], seconds: float) -> str | None:
+    """Run tests in a new interpreter and return the first that fails, why there was none, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120 + 10 * seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return "time limit"
+    failed = [
+        line.split(" - ")[0].split()[-1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
+    return None if not done.returncode or not names else (*failed, "the process ended")[0]
+
+
+def work(numbered: list[Job], out: Path) -> None:
     """Judge faults one after the other in a copy of the tree, a line of `out` for each."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve() / "qsdk"
@@ -379,9 +413,10 @@ def as_in(row: dict[str, Any], fault: Fault | None) -> bool:
 def drawn(count: int, seed: int, under: str, drawn_at: str, now: dict[tuple[object, ...], Fault]) -> dict[int, Fault]:
     """Draw faults of the sources at a commit and return, by their numbers in the draw, those that are still possible.
 
-    A fault whose line is gone or another today gives its place to the next of the draw.
+    A fault that is unfair, or whose line is gone or another today, gives its place to the next of the draw.
     """
-    then = list(by_text({f: text for f, text in sources_at(drawn_at).items() if f.startswith(under)}))
+    sources = {file: text for file, text in sources_at(drawn_at).items() if file.startswith(under)}
+    then = list(by_text(sources, also_unfair=True))  # so that the draw stays when more is found unfair
     keys = random.Random(seed).sample(then, min(2 * count, len(then)))
     still = [(number, now[key]) for number, key in enumerate(keys) if key in now]
     return dict(still[:count])
@@ -405,13 +440,21 @@ def main() -> None:
     options.out.touch()
     rows = rows_of(options.out)
     killers = {row["number"]: row["killer"] for row in rows}
+    of_file: dict[str, list[Test]] = defaultdict(list)
+    for (file, _), some in tests.items():
+        of_file[file] += some[:20]
     callers = {
-        number: selected(tests.get((fault.file, fault.function), []), options.seconds, killers.get(number))
+        number: selected(
+            tests.get((fault.file, fault.function))
+            or sorted(set(of_file[fault.file]), key=lambda test: test.calls)[:20],
+            options.seconds,
+            killers.get(number),
+        )
         for number, fault in planted.items()
     }
     earlier = judged(rows, planted)
     jobs = [
-        (number, fault, callers[number])
+        Job(number, fault, callers[number], (fault.file, fault.function) not in tests)
         for number, fault in planted.items()
         if number not in earlier
         or (earlier[number]["killer"] is None and earlier[number]["tests"] < len(callers[number]))
