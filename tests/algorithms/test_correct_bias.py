@@ -404,7 +404,6 @@ def test_an_average_over_positions_alone_keeps_the_means_of_channels(axes, known
     assert found is None or np.allclose(found.mean, model.norm.bias.detach())
 
 
-@pytest.mark.slow
 def test_a_layer_written_as_a_product_and_a_sum_has_the_means_of_its_batch_norm():
     rng = np.random.default_rng(0)
     x, weight, bias = rng.normal(size=(4000, 6)), rng.normal(size=(6, 5)), rng.normal(3.0, 1.0, 5)
@@ -429,6 +428,7 @@ def test_a_layer_written_as_a_product_and_a_sum_has_the_means_of_its_batch_norm(
     np.testing.assert_allclose(expected[last.inputs[0]].mean, normed.clip(0).mean(0), atol=0.05)
 
 
+@pytest.mark.slow
 def test_what_a_batch_norm_said_is_forgotten_in_training_and_kept_in_files(tmp_path):
     model, x = behind()
     sim = calibrated(model, x[:16])

@@ -201,6 +201,28 @@ def test_a_weight_behind_views_and_a_negative_axis(tmp_path):
     assert sim.encodings["mm:weight"].axis == 1
 
 
+def test_attributes_that_a_file_leaves_out_are_those_of_the_standard(tmp_path):
+    """Scales along axis 1, and a Transpose that reverses all axes."""
+    stored = {
+        "codes": RNG.integers(-127, 128, (6, 4)).astype(np.int8),
+        "s": np.linspace(0.01, 0.04, 4).astype(np.float32),
+    }
+    stored |= {
+        "turned": RNG.integers(-127, 128, (3, 4)).astype(np.int8),
+        "t": np.linspace(0.01, 0.03, 3).astype(np.float32),
+    }
+    nodes = [
+        node("DequantizeLinear", ["codes", "s"], ["w"], "w/dequantize"),
+        node("MatMul", ["x", "w"], ["h"], "first"),
+        node("DequantizeLinear", ["turned", "t"], ["v"], "v/dequantize", axis=0),
+        node("Transpose", ["v"], ["u"], "turn"),
+        node("MatMul", ["h", "u"], ["y"], "second"),
+    ]
+    sim = adopted(make_model(nodes, {"x": [3, 6]}, {"y": [3, 3]}, stored), tmp_path)
+    weights = {site: encoding for site, encoding in sim.encodings.items() if site.endswith(":weight")}
+    assert sorted((encoding.axis, encoding.scale.size) for encoding in weights.values()) == [(0, 3), (1, 4)]
+
+
 def test_one_stored_tensor_under_two_scales_is_two_sites(tmp_path):
     nodes = [
         node("DequantizeLinear", ["w", "s"], ["w1"], "dq1"),

@@ -381,7 +381,7 @@ def test_the_callers_gradients_modes_and_random_numbers_are_untouched() -> None:
     random = torch.get_rng_state()
     names = [name for name, _ in sim.model.named_parameters()]
     with torch.no_grad():
-        qsdk.tune_blocks(sim, data, iterations=1, batch_size=1, progress=False)
+        qsdk.tune_blocks(sim, data, iterations=3, progress=False)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in sim.model.parameters())
     assert [name for name, _ in sim.model.named_parameters()] == names
@@ -403,6 +403,11 @@ def test_options_that_do_not_exist_are_refused(options, message) -> None:
     sim = residual_sim()
     with pytest.raises(ConfigError, match=message):
         qsdk.tune_blocks(sim, images(), progress=False, **options)
+
+
+def test_one_iteration_of_one_sample_is_the_least() -> None:
+    report = qsdk.tune_blocks(residual_sim(), images(), iterations=1, batch_size=1, progress=False)
+    assert report.rows
 
 
 def test_block_tuning_of_an_onnx_file_is_refused_with_a_remedy(tmp_path) -> None:

@@ -161,6 +161,7 @@ def _halves(ctx: LoweringContext, name: str, down: int, bounds: tuple[int, int])
     return [Int32(ctx, low, 0, (1 << _BELOW) - 1), Int32(ctx, high, *bounds)]
 
 
+_OF_SQUARES = (ROOM - 1) // 2  # bits of numbers whose squares stay below 2**61
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
 
@@ -180,7 +181,7 @@ def normalized_rows(
     value = single_scale(ctx, require_unmasked(value))
     # the sum of squares has to be exact, and count times the sum of squares to stay below 2**61
     length = count.bit_length()
-    value = fit_to(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
+    value = fit_to(ctx, value, min(_OF_SQUARES - length, (SUM_ROOM - length) // 2))
     scale = float(value.scale)
     sign = math.copysign(1.0, scale)
     power = total(ctx, multiply(ctx, value, value), axes, count)
