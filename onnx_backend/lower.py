@@ -103,8 +103,7 @@ def lower(
     containers = {encoding.dtype.container for encoding in encodings.values()}
     model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
     note_regions(model, plan)
-    if opset < OPSET:
-        require_sayable(encodings, opset)
+    require_sayable(encodings, opset)
     forms: dict[str, Any] = {"pair_types": runtime.pair_types, "narrow_scales": runtime.narrow_scales}
     lowering = GraphEditor(model, large, explicit=runtime.explicit or opset < OPSET, **forms)
     lowering.merge_marks()
