@@ -20,11 +20,11 @@ class Errors:
 
     Attributes:
         all_data: over all data.
-        held_back: over held-back data; None where nothing was held back.
+        held_back: over held-back data; empty where nothing was held back.
     """
 
     all_data: Tensor
-    held_back: Tensor | None
+    held_back: tuple[Tensor, ...]
 
     def worse(self, than: "Errors", unit: Tensor | None = None) -> Tensor:
         """Return where the error is higher than another, on all data or on held-back data, bool [groups, rows].
@@ -32,9 +32,7 @@ class Errors:
         Rows of one `unit`, int64 [groups, rows], are compared by their sum.
         """
         result = torch.zeros_like(self.all_data, dtype=torch.bool)
-        for mine, other in ((self.all_data, than.all_data), (self.held_back, than.held_back)):
-            if mine is None or other is None:
-                continue
+        for mine, other in zip((self.all_data, *self.held_back), (than.all_data, *than.held_back), strict=True):
             gain = other - mine
             if unit is not None:
                 flat = unit.flatten()
@@ -44,10 +42,8 @@ class Errors:
 
     def where(self, test: Tensor, other: "Errors") -> "Errors":
         """Return these errors where a test of rows holds, and others elsewhere."""
-        held_back = None
-        if self.held_back is not None and other.held_back is not None:
-            held_back = torch.where(test, self.held_back, other.held_back)
-        return Errors(torch.where(test, self.all_data, other.all_data), held_back)
+        held_back = (torch.where(test, *pair) for pair in zip(self.held_back, other.held_back, strict=True))
+        return Errors(torch.where(test, self.all_data, other.all_data), tuple(held_back))
 
 
 @dataclass(frozen=True)
@@ -76,8 +72,8 @@ class HeldoutCheck:
 
     def errors(self, found: Tensor) -> Errors:
         """Return the errors of a solution W~, float32 [groups, rows, K]."""
-        other = self.held_back
-        return Errors(self.judged.errors(found), None if other is None else other.errors(found))
+        held_back = () if self.held_back is None else (self.held_back.errors(found),)
+        return Errors(self.judged.errors(found), held_back)
 
     def solution(self, encoding: Encoding, rounded: Tensor, plain: Tensor, errors: tuple[Errors, Errors]) -> Solution:
         """Return a rounded weight, float32 [groups, rows, K], as a solution, with the errors of it and of `plain`."""
