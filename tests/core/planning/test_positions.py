@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from float_files import float_onnx
+from plans import site
+from strategies import GraphBuilder
 from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 from zoo_models import distinct, tokens
 
 from qsdk import check_parity, export, quantize, w8a8
+from qsdk.core.planning.make_plan import make_plan
 
 ANGLE = "an angle made of positions"
 INTEGERS = "made of shapes and integers"
@@ -61,6 +64,15 @@ class Embedded(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.sin(self.head(self.table(ids))).argmax(-1)
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("int64", "float"), ("", "quantized"), ("float32", "quantized")])
+def test_only_what_is_known_to_hold_integers_is_a_position(dtype: str, state: str):
+    b = GraphBuilder()
+    x = b.input(shape=(1, 4), dtype=dtype)
+    angles = b.op("Mul", [x, b.stored("frequencies:constant", (1, 4))], "angles:output", (1, 4))
+    plan = make_plan(b.graph(b.op("Cos", [angles], "wave:output", (1, 4))), w8a8())
+    assert site(plan, "angles:output").state == state
 
 
 def test_data_that_comes_from_tokens_is_no_position():

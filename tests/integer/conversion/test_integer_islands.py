@@ -101,6 +101,16 @@ def test_whatever_integers_stand_for_may_enter_an_island(before):
     np.testing.assert_allclose(run(result.model, inputs)["y"], wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_a_sum_of_two_layers_enters_an_island_whole():
+    net = Net()
+    x = net.qdq(net.input([5, 8]), 0.031, 117)
+    one, other = (net.op("MatMul", x, net.weight((8, 4))[0]) for _ in range(2))
+    net.output(net.op("Sin", net.op("Add", one, other)), [5, 4])
+    result = convert(net.model(), allow_float=["Sin"])
+    given = {"x": np.random.default_rng(0).uniform(-4, 4, (5, 8)).astype(np.float32)}
+    np.testing.assert_allclose(run(result.model, given)["y"], simulate(net.model(), given)["y"], atol=1e-5)
+
+
 def test_a_node_that_has_to_be_named_too_is_named():
     net = Net()
     x = net.op("Clip", net.input([2, 3, 3]), net.const(np.float32(0)))

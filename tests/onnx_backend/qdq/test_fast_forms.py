@@ -110,7 +110,10 @@ class Cell(nn.Module):
     [
         *((Cell(kind), qsdk.w8a8(), (5, 2, 6)) for kind in ("LSTM", "GRU")),
         (Cell("LSTM"), qsdk.weight_only("int8"), (5, 2, 6)),
-        (nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)), qsdk.w8a8(), (4, 16)),
+        *(
+            (nn.Sequential(nn.Linear(16, 16), norm(16), nn.Linear(16, 16)), qsdk.w8a8(), (4, 16))
+            for norm in (nn.LayerNorm, nn.RMSNorm)
+        ),
         (
             nn.Sequential(*(far_apart(nn.Conv2d(4, 4, 3)) for _ in range(2)), nn.ReLU()),
             qsdk.w8a8().override("0", dynamic_activations=True).override("*:input", dynamic_activations=True),
@@ -123,7 +126,7 @@ class Cell(nn.Module):
             (4, 32),
         ),
     ],
-    ids=["LSTM", "GRU", "LSTM weights", "LayerNorm", "dynamic convolutions", "blocks", "blocks uint4"],
+    ids=["LSTM", "GRU", "LSTM weights", "LayerNorm", "RMSNorm", "dynamic convolutions", "blocks", "blocks uint4"],
 )
 def test_no_weight_that_is_read_in_floats_is_dequantized_in_every_run(model, config, shape, tmp_path):
     torch.manual_seed(0)

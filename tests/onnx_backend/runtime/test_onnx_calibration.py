@@ -158,6 +158,14 @@ def test_only_what_may_make_nan_is_checked_for_it():
     assert [item.site for item in watched if item.check] == ["x:input"]
 
 
+def test_what_is_made_of_a_tensor_that_was_not_checked_is_checked():
+    nodes = [node("Exp", ["x"], ["e"], "exp"), node("Relu", ["e"], ["r"], "relu"), node("Neg", ["r"], ["y"], "neg")]
+    config = w8a8().skip("exp").skip("relu")
+    sim = quantize(make_model(nodes, {"x": ["n", 6]}, {"y": ["n", 6]}, {}), None, config)
+    _, watched = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=False)
+    assert [item.site for item in watched if item.check] == ["x:input", "neg:output"]
+
+
 def test_a_positive_op_is_reduced_once():
     sim = sim_of(convnet())
     model, watched = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=False)
