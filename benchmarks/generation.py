@@ -4,14 +4,17 @@ One JSON line. `decoder`: 8 layers of 512 with random weights, int4 in blocks of
 builder's, for decoding and for prompts of 128 and 512 tokens, on one and two threads (medians of interleaved rounds),
 bytes of the folders, and nodes. `stories`: perplexity of stories15M on 64 stories that it has told itself, over that of
 the float model: the builder's round to nearest, ours to nearest, by gptq, and to nearest with 4 bits for the embedding
-too, each as its folder computes.
-`python benchmarks/generation.py decoder` or `stories` measures one. Targets: 1.0 or more of the builder's speed, 1.02
-or less of its bytes, gptq within 2 % of float.
+too, each as its folder computes. `tied`: what it means that an output layer that is the embedding rounds its input to
+int8: decibels of that rounding alone (a simulation without it is so far from the folder), of the folder from the sim,
+and tokens a second over those of a head in floats.
+`python benchmarks/generation.py decoder`, `stories` or `tied` measures one. Targets: 1.0 or more of the builder's
+speed, 1.02 or less of its bytes, gptq within 2 % of float.
 """
 
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,12 +38,12 @@ STEPS, ROUNDS = 48, 7
 CONFIG = qsdk.weight_only("int4", block_size=32, kv_cache="float32", compute="int8")
 
 
-def random_decoder() -> LlamaForCausalLM:
-    """Return a decoder of 8 layers of 512 with random weights."""
+def random_decoder(**changes: Any) -> LlamaForCausalLM:
+    """Return a decoder of 8 layers of 512 with random weights, or one that differs."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 32000}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes})).eval()
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
@@ -68,12 +71,17 @@ def opened(folder: Path, threads: int) -> Any:
     return og.Model(config)
 
 
+def parameters(model: Any, length: int) -> Any:
+    """Return the parameters of a text of at most some tokens."""
+    found = og.GeneratorParams(model)
+    found.set_search_options(max_length=length, do_sample=False)
+    return found
+
+
 def seconds(model: Any, prompt: int) -> tuple[float, float]:
     """Return the time of a prompt, and of a token behind it."""
-    options = og.GeneratorParams(model)
-    options.set_search_options(max_length=prompt + STEPS + 1, do_sample=False)
-    generator = og.Generator(model, options)
-    tokens = np.random.default_rng(0).integers(3, 30000, (1, prompt)).astype(np.int32)
+    generator = og.Generator(model, parameters(model, prompt + STEPS + 1))
+    tokens = np.random.default_rng(0).integers(3, 4000, (1, prompt)).astype(np.int32)
     started = time.perf_counter()
     generator.append_tokens(tokens)
     generator.get_logits()
@@ -143,9 +151,7 @@ def perplexity(folder: Path, texts: torch.Tensor) -> float:
     """Return the perplexity of texts by the folder of a decoder."""
     model, total = opened(folder, 2), 0.0
     for row in texts.numpy().astype(np.int32):
-        options = og.GeneratorParams(model)
-        options.set_search_options(max_length=len(row) + 1, do_sample=False)
-        generator = og.Generator(model, options)
+        generator = og.Generator(model, parameters(model, len(row) + 1))
         generator.append_tokens(row[None])
         logits = torch.from_numpy(np.asarray(generator.get_output("logits"))).float()[0, :-1]
         total += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(row[1:]).long()))
@@ -172,14 +178,54 @@ def stories(folder: Path) -> dict[str, Any]:
     return {"float": round(own, 4), "perplexity over float": over, "bytes over rtn": sizes}
 
 
+def with_head_in_floats(source: Path, target: Path) -> None:
+    """Write a folder whose output layer does not round its input."""
+    shutil.copytree(source, target)
+    model = onnx.load(target / "model.onnx", load_external_data=False)
+    head = next(node for node in model.graph.node if "logits" in node.output)
+    level = next(attribute for attribute in head.attribute if attribute.name == "accuracy_level")
+    level.i = 0
+    onnx.save(model, target / "model.onnx")
+
+
+def tied(folder: Path) -> dict[str, Any]:
+    """Measure a decoder whose output layer is its embedding, of 8 and of 4 bits."""
+    found: dict[str, Any] = {}
+    for bits in (8, 4):
+        model = random_decoder(num_hidden_layers=2, vocab_size=4096, tie_word_embeddings=True)
+        config = CONFIG.override("embed_tokens", weight=f"int{bits}", block_size=32)
+        sim = export(model, folder / f"{bits}", config)
+        with_head_in_floats(folder / f"{bits}", folder / f"{bits} in floats")
+        tokens = torch.arange(3, 67)[None]
+        last: list[torch.Tensor] = []
+        sim.model.model.norm.register_forward_hook(lambda *call, last=last: last.append(call[-1]))
+        with torch.no_grad():
+            wanted = sim(input_ids=tokens).logits
+            plain = last[-1] @ sim.quantizers["lm_head:weight"](sim.model.lm_head.weight).T
+        runtime = opened(folder / f"{bits}", 1)
+        generator = og.Generator(runtime, parameters(runtime, len(tokens[0]) + 1))
+        generator.append_tokens(tokens.numpy().astype(np.int32))
+        got = torch.from_numpy(np.asarray(generator.get_output("logits"))).float()
+        facts = {"rounding alone, dB": decibels(wanted, plain), "folder from sim, dB": decibels(wanted, got)}
+        models = [opened(folder / f"{bits} in floats", 1), runtime]
+        steps = [[seconds(one, 8)[1] for one in models] for _ in range(3)]
+        found[f"{bits} bits"] = facts | {"decode over floats": round(median(a / b for a, b in steps), 2)}
+    return found
+
+
+def decibels(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """Return the ratio of values to their difference."""
+    return round(float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum())), 1)
+
+
 def main() -> None:
     """Measure what is named, or all."""
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_OFFLINE"] = "1"
     result = {}
-    for name in sys.argv[1:] or ("decoder", "stories"):
+    for name in sys.argv[1:] or ("decoder", "stories", "tied"):
         with tempfile.TemporaryDirectory() as folder:
-            result[name] = {"decoder": decoder, "stories": stories}[name](Path(folder))
+            result[name] = {"decoder": decoder, "stories": stories, "tied": tied}[name](Path(folder))
     print(json.dumps(result))
 
 

@@ -68,11 +68,14 @@ def without_other_callers(plan: Plan, graph: Graph, model: nn.Module) -> Plan:
 
 
 def _callers(graph: Graph, tensor: int) -> Iterator[str]:
-    """Yield the owners of the first sites behind a tensor."""
+    """Yield the owners of the first sites behind a tensor; another name of a shared parameter is a site of its own."""
     for reader in graph.consumers[tensor]:
         for result in graph.ops[reader].outputs:
             site = graph.tensors[result].site
-            yield from _callers(graph, result) if site is None else [owner_of(site)]
+            if site is None:
+                yield from _callers(graph, result)
+            elif graph.constant_root(result) is None:
+                yield owner_of(site)
 
 
 def _rounds_input(modules: Mapping[str, nn.Module], owner: str, caller: str) -> bool:

@@ -3,7 +3,7 @@
 import json
 from base64 import b64decode
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from onnx import NodeProto
@@ -14,9 +14,6 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.fast_forms import FORM_KEY
 
 _BITS = (4, 8)  # of codes that the kernel reads
-#: bits for which the kernel of products has no fast form in floats (onnxruntime 1.32: 87 times the time, one row): such
-#: a product rounds its input where the others of a model do
-_SLOW_IN_FLOATS = 8
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,9 @@ class LookUp:
 
 def write_products(editor: Editor) -> None:
     """Write every product with stored codes as a MatMulNBits, and look-ups in the same codes as what reads those."""
-    found = find_products(editor)
-    rounds = max((product.level for product in found), default=0)
-    products = [replace(one, level=rounds) if one.bits == _SLOW_IN_FLOATS else one for one in found]
-    written = [(product, merged(editor, [product], product.output)) for product in products]
-    for (product, node), before in zip(written, found, strict=True):
+    written = [(product, merged(editor, [product], product.output)) for product in find_products(editor)]
+    for product, node in written:
         editor.replace(product.output, [node])
-        if product.level != before.level:
-            editor.forms[product.site] += "; the kernel rounds its input to int8, the sim does not"
     for rows in _look_ups(editor):
         match = next(((product, node) for product, node in written if _is_table_of(editor, rows, product)), None)
         if match is not None:

@@ -16,6 +16,7 @@ from onnx import NodeProto, TensorProto
 
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.readers import BLOCK_KEY, COPY_KEY
 
 Array = npt.NDArray[Any]
@@ -30,6 +31,9 @@ CODES: dict[int, tuple[int, int]] = {
 }
 _BLOCKS = (256, 128, 64, 32, 16)
 _INT8_LEVEL = 4  # at which the kernel rounds its input to int8
+#: bits for which the kernel has no fast form in floats (onnxruntime 1.32: 87 times the time, one row)
+_SLOW_IN_FLOATS = 8
+IN_FLOATS = "in floats, slowly"
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def merged(editor: Editor, products: Sequence[Product], output: str) -> NodeProt
         biases = [np.zeros(p.sizes[1], np.float32) if p.bias is None else p.bias for p in products]
         inputs += [""] * (5 - len(inputs)) + [editor.keep(f"{name}.bias", np.concatenate(biases))]
     for product in products:
-        editor.forms[product.site] = f"MatMulNBits, {product.bits} bits, blocks of {product.block}"
+        slow = f", {IN_FLOATS}" if product.bits == _SLOW_IN_FLOATS and not product.level else ""
+        editor.forms[product.site] = f"MatMulNBits, {product.bits} bits, blocks of {product.block}{slow}"
     sizes = {"K": width, "N": made, "bits": first.bits, "block_size": first.block, "accuracy_level": first.level}
     return editor.node("MatMulNBits", inputs, [output], domain=MICROSOFT, **sizes)
 
@@ -173,7 +178,9 @@ def _product(editor: Editor, layer: NodeProto) -> Product | None:
     site = facts.get("qsdk.site", layer.name)
     sizes = (int(width), int(made))
     codes = editor.stored(pair.input[0])
-    return Product(layer.input[0], output, site, bits, block, sizes, level, codes, lift, scales, unsigned, bias)
+    rounded = editor.index.makers.get(layer.input[0]) if level else None  # which the kernel does
+    source = layer.input[0] if rounded is None else metadata(rounded).get(PART_KEY, layer.input[0])
+    return Product(source, output, site, bits, block, sizes, level, codes, lift, scales, unsigned, bias)
 
 
 def _table(editor: Editor, weight: str) -> NodeProto | None:

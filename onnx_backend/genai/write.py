@@ -10,6 +10,7 @@ from onnx import ModelProto
 
 from onnx_backend.genai.config import DecoderFacts, genai_config
 from onnx_backend.genai.fuse import Fused, fuse
+from onnx_backend.genai.products import IN_FLOATS
 from onnx_backend.lower import lower
 from onnx_backend.proto.write_file import StagedModel, write_files
 from onnx_backend.runtimes.registry import runtime_named
@@ -86,6 +87,10 @@ def _report(rows: list[dict[str, Any]], fused: Fused, written: list[Path], said:
     for row in known:
         row.pop("zero_point_bytes_saved", None)
     plain = {"plain": [f"{name}: {why}" for name, why in fused.left.items()]} if fused.left else {}
-    size = {"bytes": sum(path.stat().st_size for path in written), "nodes": len(fused.model.graph.node)}
+    size: dict[str, Any] = {"bytes": sum(path.stat().st_size for path in written), "nodes": len(fused.model.graph.node)}
+    slow = [site for site, form in fused.forms.items() if form.endswith(IN_FLOATS)]
+    if slow:
+        remedy = 'choose compute="int8", as for_dialect("genai") does, or 4 bits'
+        size["slow"] = f"the kernel of 8 bits is not made for floats ({', '.join(slow[:4])}): {remedy}"
     forms = {"attentions": fused.attentions, "paths": [str(path) for path in written]}
     return Report("Export", known, {**size, **forms, **plain, **said})

@@ -26,7 +26,7 @@ from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics import affine
 
-_PART_KEY = "qsdk.input_of"  # metadata of a node that rounds: the tensor that is rounded
+PART_KEY = "qsdk.input_of"  # metadata of a node that rounds: the tensor that is rounded
 _LAYERS = frozenset({"MatMul", "Gemm"})
 
 
@@ -34,7 +34,7 @@ def quantize_inputs(model: ModelProto) -> None:
     """Put nodes that round it in front of each layer whose weight says so, in place; those that have them keep them."""
     graph, known = model.graph, Readers(model.graph)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    rounds = {node.output[0] for node in graph.node if _PART_KEY in metadata(node)}
+    rounds = {node.output[0] for node in graph.node if PART_KEY in metadata(node)}
     wanted: dict[str, tuple[int, int]] = {}  # first output of a layer -> length of blocks, input channels
     for node in graph.node:
         length = metadata(node).get(BLOCK_KEY)
@@ -74,7 +74,7 @@ def leave_inputs_to_kernels(model: ModelProto) -> None:
     known = Readers(model.graph)
     for node in [node for node in model.graph.node if node.op_type in _LAYERS and node.input[0] in raw]:
         rounded, node.input[0] = node.input[0], raw[node.input[0]]
-        if not known.becomes_nbits(node):
+        if not known.keeps_nbits(node):
             node.input[0] = rounded
     _drop_unread(model)
 
@@ -94,7 +94,7 @@ def input_blocks(nodes: Iterable[NodeProto]) -> dict[str, int]:
 
 def _raw_inputs(model: ModelProto) -> dict[str, str]:
     """Return rounded tensor -> the tensor that it was rounded from."""
-    parts = {node.output[0]: metadata(node).get(_PART_KEY) for node in model.graph.node if node.output}
+    parts = {node.output[0]: metadata(node).get(PART_KEY) for node in model.graph.node if node.output}
     read = {node.input[0] for node in model.graph.node if node.op_type in _LAYERS}
     return {name: source for name, source in parts.items() if source is not None and name in read}
 
@@ -102,7 +102,7 @@ def _raw_inputs(model: ModelProto) -> dict[str, str]:
 def _drop_unread(model: ModelProto) -> None:
     outputs = [value.name for value in model.graph.output]
     kept = {node.output[0] for node in nodes_reaching(model.graph.node, outputs)}
-    nodes = [node for node in model.graph.node if _PART_KEY not in metadata(node) or node.output[0] in kept]
+    nodes = [node for node in model.graph.node if PART_KEY not in metadata(node) or node.output[0] in kept]
     replace_nodes(model.graph, nodes)
     drop_unused_initializers(model.graph)
 
@@ -151,7 +151,7 @@ class _Rounding:
     def _add(self, op: str, *inputs: str, **options: Any) -> str:
         name = self.known.fresh(f"{self.prefix}/{op.lower()}")
         self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
-        set_metadata(self.nodes[-1], **{_PART_KEY.removeprefix("qsdk."): self.source})
+        set_metadata(self.nodes[-1], **{PART_KEY.removeprefix("qsdk."): self.source})
         return name
 
     def _numbers(self, name: str, values: list[int]) -> str:

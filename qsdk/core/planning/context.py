@@ -129,6 +129,23 @@ class PlanningContext:
         return result
 
     @cached_property
+    def readers_by_site(self) -> Mapping[int, list[tuple[int, StoredOperand]]]:
+        """Return `readers` by the tensor at whose site they read: of a shared parameter, that has one for each name."""
+        result: dict[int, list[tuple[int, StoredOperand]]] = {}
+        for found in self.readers.values():
+            for op, operand in found:
+                tensor: int | None = operand.tensor
+                while tensor is not None and tensor != operand.root and self.graph.tensors[tensor].site is None:
+                    tensor = self.graph.ops[self.graph.producer[tensor]].inputs[0]
+                result.setdefault(operand.root if tensor is None else tensor, []).append((op, operand))
+        return result
+
+    def is_linear(self, op: int, operand: StoredOperand) -> bool:
+        """Return whether an op is a linear layer that multiplies with a stored tensor."""
+        node = self.graph.ops[op]
+        return node.type in ("Gemm", "MatMul") and operand.role == "weight" and operand.tensor == node.inputs[1]
+
+    @cached_property
     def linear_weights(self) -> Mapping[int, int]:
         """Return, by op id, the stored tensor that a linear layer multiplies with, where the config quantizes it.
 
@@ -137,11 +154,9 @@ class PlanningContext:
         shared = {root for root, readers in self.readers.items() if any(o.role == "embedding" for _, o in readers)}
         result = {}
         for index, operands in self.operands.items():
-            op = self.graph.ops[index]
-            for one in operands if op.type in ("Gemm", "MatMul") else ():
+            for one in (one for one in operands if self.is_linear(index, one) and one.root not in shared):
                 weight = self.resolver.at(self.stored_place(index, one.root)).wanted.weight
-                wanted = not isinstance(weight, DType) or weight.is_quantized
-                if one.role == "weight" and one.tensor == op.inputs[1] and one.root not in shared and wanted:
+                if not isinstance(weight, DType) or weight.is_quantized:
                     result[index] = one.root
         return result
 

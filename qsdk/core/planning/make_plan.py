@@ -33,15 +33,11 @@ def with_int8_inputs(
     result = dict(stored)
     if context.config.compute != "int8":
         return result
-    shared = {decision.tied_to for decision in stored.values()}
-    layers = context.linear_weights
-    for root in dict.fromkeys(layers.values()):
-        decision = stored[root]
-        readers = context.readers[root]
-        inputs = [context.graph.ops[op].inputs[0] for op, _ in readers if layers.get(op) == root]
-        block = None if decision.site in shared or len(inputs) < len(readers) else input_block(decision)
+    for tensor, readers in context.readers_by_site.items():
+        inputs = [context.graph.ops[op].inputs[0] for op, operand in readers if context.is_linear(op, operand)]
+        block = input_block(stored[tensor]) if tensor in stored and len(inputs) == len(readers) else None
         if block is not None and all(t is not None and _is_float(context.graph, activations, t) for t in inputs):
-            result[root] = replace(decision, input_block=block)
+            result[tensor] = replace(stored[tensor], input_block=block)
     return result
 
 

@@ -201,6 +201,44 @@ def test_a_module_rounds_the_inputs_of_its_layers_as_its_file_does(tmp_path):
     assert sim.plan.decisions["up:weight"].input_block is None
 
 
+class Tied(nn.Module):
+    """An embedding, and an output layer with the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 32), nn.Linear(32, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.table(ids)))
+
+
+@pytest.mark.parametrize("table", [{}, {"weight": "int4", "block_size": 16}], ids=["one scale", "blocks"])
+def test_an_output_layer_that_is_an_embedding_rounds_its_input_and_the_look_up_does_not(table, tmp_path):
+    torch.manual_seed(1)
+    config = weight_only("int4", block_size=16, compute="int8")
+    config = config.override("table", **table) if table else config
+    ids = torch.randint(40, (3, 7))
+    sim = qsdk.quantize(Tied().eval(), ids, config)
+    qsdk.calibrate(sim, [ids], progress=False)
+    block = 16 if table else 32
+    blocks = {site: d.input_block for site, d in sim.plan.decisions.items() if d.kind == "weight" and d.quantized}
+    assert blocks == {"table:weight": None, "head:weight": block}
+    qsdk.export(sim, tmp_path / "m.onnx")
+    # the one scale of a table is stored once, and with two readers the runtime leaves the layer as it is
+    assert ops_that_run(tmp_path / "m.onnx", tmp_path).count("MatMulNBits") == (1 if table else 0)
+    opened = session(str(tmp_path / "m.onnx"))
+    with torch.no_grad():
+        wanted, rows = sim(ids).numpy(), torch.tanh(sim.model.table(ids))
+        by_hand = fake_quantize_blocks(rows, block) @ sim.quantizers["table:weight"](sim.model.table.weight).T
+    got = opened.run(None, {opened.get_inputs()[0].name: ids.numpy()})[0]
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(wanted, by_hand.numpy(), atol=1e-5)
+    again = qsdk.quantize(tmp_path / "m.onnx", None)
+    np.testing.assert_allclose(again.run(ids.numpy())[0], wanted, atol=1e-5 * np.abs(wanted).max())
+    assert qsdk.check_parity(sim, tmp_path / "m.onnx", [ids], progress=False).summary["passed"]
+
+
 def test_solvers_see_the_inputs_that_the_kernel_multiplies():
     _, sim, batches = quantized_module(weight_only("int4", block_size=16, compute="int8"))
     with module_walk(sim, batches) as walk:
