@@ -140,7 +140,7 @@ class QuantConfig:
         choices = {name: getattr(self, name) for name in CHOICES}
         for name, value in with_dtypes(choices).items():
             object.__setattr__(self, name, value)
-        require_allowed({**choices, "compute": self.compute}, "config")
+        require_allowed(choices, "config")
 
     def __str__(self) -> str:
         """Return the dtypes, what differs from the defaults, the rules, and what became of a foreign file's keys."""
@@ -156,7 +156,7 @@ class QuantConfig:
 
         Args:
             pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
-            choices: what is to hold there: attributes of this class, from `weight` to `scale_bits`. And the conditions:
+            choices: what is to hold there: attributes of this class, from `weight` to `compute`. And the conditions:
                 `op_type`, the ONNX type, one of several, or a glob, such as "MatMul"; a class of PyTorch stands for the
                 types that it becomes ("Linear": every Gemm and MatMul, "Conv2d": every Conv). `shape` of the tensor;
                 None stands for any dimension. `tensor_dtype` of the tensor in the float model, where that has several.

@@ -13,6 +13,7 @@ from qsdk.core.config.rules import (
     CONDITIONS,
     TENSOR_DTYPES,
     CacheScales,
+    Compute,
     Choices,
     FixedRange,
     as_fixed_range,
@@ -132,6 +133,7 @@ _BY_TYPE: Mapping[Any, JsonType] = {
     bool | None: FLAG,
     FixedRange | None: _RANGE,
     CacheScales | None: _one_of(ALLOWED["kv_cache_scales"]),
+    Compute | None: _one_of(ALLOWED["compute"]),
     Dynamic | None: _one_of(ALLOWED["dynamic_activations"], 'true, false or "token"'),
 }
 _CHOICE_TYPES: Mapping[str, JsonType] = {name: _BY_TYPE[kind] for name, kind in get_type_hints(Choices).items()}
@@ -151,7 +153,6 @@ _CONFIG_TYPES: Mapping[str, JsonType] = {
     "layers": _LAYERS,
     "only_linear": FLAG,
     "integer_ops": _NAMES,
-    "compute": _one_of(ALLOWED["compute"]),
 }
 
 

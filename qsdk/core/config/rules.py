@@ -73,6 +73,7 @@ class Choices(TypedDict, total=False):
     tie: bool | None
     supergroup: bool | None
     scale_bits: int | None
+    compute: Compute | None
 
 
 class Conditions(TypedDict, total=False):

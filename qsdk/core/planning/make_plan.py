@@ -31,11 +31,11 @@ def with_int8_inputs(
 ) -> dict[int, Decision]:
     """Return the decisions on stored tensors, in which those of layers that compute in int8 have an input block."""
     result = dict(stored)
-    if context.config.compute != "int8":
-        return result
     for tensor, readers in context.readers_by_site.items():
         inputs = [context.graph.ops[op].inputs[0] for op, operand in readers if context.is_linear(op, operand)]
-        block = input_block(stored[tensor]) if tensor in stored and len(inputs) == len(readers) else None
+        wanted = {context.resolver.at(context.stored_place(op, tensor)).wanted.compute for op, _ in readers}
+        alone = tensor in stored and len(inputs) == len(readers) and wanted == {"int8"}
+        block = input_block(stored[tensor]) if alone else None
         if block is not None and all(t is not None and _is_float(context.graph, activations, t) for t in inputs):
             result[tensor] = replace(stored[tensor], input_block=block)
     return result
@@ -66,7 +66,9 @@ def _is_float(graph: Graph, activations: Mapping[int, Decision], tensor: int) ->
 
 
 #: choices of a rule that are about stored tensors alone, and about inputs of the model alone
-_OF_STORED = frozenset({"weight", "bias", "per_channel", "block_size", "symmetric_weights", "two_level_scales"})
+_OF_STORED = frozenset(
+    {"weight", "bias", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "compute"}
+)
 _OF_INPUTS = frozenset({"input"})
 
 

@@ -36,6 +36,7 @@ choices = {
     **dict.fromkeys(("per_channel", "symmetric_weights", "symmetric_activations", "tie", "supergroup"), st.booleans()),
     **dict.fromkeys(("dynamic_activations", "per_channel_activations", "two_level_scales"), st.booleans()),
     "fixed_range": ranges,
+    "compute": st.sampled_from(["float32", "int8"]),
 }
 conditions = {
     "op_type": st.lists(texts, min_size=1, max_size=3).map(tuple),

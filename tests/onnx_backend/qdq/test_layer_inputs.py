@@ -125,6 +125,30 @@ def test_an_ordinary_session_computes_what_was_simulated_without_an_option(confi
 
 
 @pytest.mark.parametrize(
+    ("config", "rounded"),
+    [
+        (weight_only("int4", block_size=32, compute="int8").override("second", compute="float32"), "first:weight"),
+        (weight_only("int8").override("second", compute="int8"), "second:weight"),
+        (weight_only("int8").for_dialect("onnxruntime").override("first", compute="float32"), "second:weight"),
+    ],
+    ids=str,
+)
+def test_a_rule_says_which_layers_round_their_input_and_the_others_keep_it(config, rounded, tmp_path):
+    sim = qsdk.quantize(linears(64, 80), None, config)
+    batches = [RNG.normal(size=(5, 64)).astype(np.float32)]
+    qsdk.calibrate(sim, batches, progress=False)
+    assert [site for site, decision in sim.plan.decisions.items() if decision.input_block] == [rounded]
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert ops_that_run(tmp_path / "m.onnx", tmp_path).count("MatMulNBits") == 1
+    wanted = sim.run(batches[0])[0]
+    got = session(str(tmp_path / "m.onnx")).run(None, {"x": batches[0]})[0]
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    again = qsdk.quantize(tmp_path / "m.onnx")
+    qsdk.export(again, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "m.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
     "config",
     [
         weight_only("int4", block_size=8, compute="int8"),  # the kernel has no such blocks
