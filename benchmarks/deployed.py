@@ -4,7 +4,8 @@ One JSON line per network, batch size and number of threads; every file is opene
 its default level. `stock` is the faster of `onnxruntime.quantization.quantize_static` (Q/DQ, per channel, min-max) on
 the same float file, with and without its own preprocessing; `ours` is the twenty lines of the README (`w8a8`,
 `min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`, `vnni` that for such processors; `integer` is
-`to_integer(target="onnxruntime")` of ours. Times are ratios of the shortest of many interleaved runs to the float
+`to_integer(target="onnxruntime")` of ours. `--kinds dynamic` measures `dynamic_activations=True` for ONNX Runtime beside
+`quantize_dynamic` (`theirs`) instead. Times are ratios of the shortest of many interleaved runs to the float
 file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and
 `--threads 1 2` choose what is measured.
 """
@@ -22,7 +23,7 @@ import numpy as np
 import onnxruntime as ort
 import torch
 from deployed_networks import NETWORKS, Network, settled
-from onnxruntime.quantization import QuantFormat, QuantType, quantize_static, shape_inference
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static, shape_inference
 
 import qsdk
 
@@ -41,6 +42,8 @@ CONFIGS = {
     "dialect": qsdk.w8a8().for_dialect("onnxruntime"),
     "vnni": qsdk.w8a8().for_dialect("onnxruntime", processor="vnni"),
 }
+DYNAMIC = "dynamic"  # beside `theirs`, of quantize_dynamic
+ALL_CONFIGS = {**CONFIGS, DYNAMIC: qsdk.QuantConfig(dynamic_activations=True).for_dialect("onnxruntime", processor="vnni")}
 
 
 class Reader:
@@ -100,7 +103,10 @@ def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tupl
     feeds = [dict(zip(names, (t.numpy() for t in batch), strict=True)) for batch in batches]
     if "stock" in kinds:
         paths |= write_stock(paths["float"], folder, feeds[:CALIBRATED])
-    for name, config in CONFIGS.items():
+    if DYNAMIC in kinds:
+        paths["theirs"] = folder / "theirs.onnx"
+        quantize_dynamic(paths["float"], paths["theirs"])
+    for name, config in ALL_CONFIGS.items():
         if name in kinds:
             sim = qsdk.quantize(model, batches[0], config)
             qsdk.calibrate(sim, batches[:CALIBRATED], progress=False)
@@ -146,6 +152,7 @@ def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[st
     found["sqnr"] = {name: round(float(10 * np.log10(power / value)), 1) for name, value in noise.items()}
     stock = [found[name] for name in least if name.startswith("stock")]
     found |= {"ours_over_stock": round(found["ours"] / min(stock), 3)} if stock and "ours" in found else {}
+    found |= {"dynamic_over_theirs": round(found[DYNAMIC] / found["theirs"], 3)} if DYNAMIC in found else {}
     return found
 
 

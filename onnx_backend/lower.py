@@ -37,7 +37,7 @@ from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType, int8
 from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.numerics.spec import Kind
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import WHOLE, Decision, Plan
 
 _BY_ATTRIBUTE, _BY_BOTH = "QDQ output_dtype", "QDQ output_dtype and zero point"  # forms in the report
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
@@ -123,6 +123,8 @@ def lower(
         _note_zero_points(lowering.rows, runtime.adapt(model, large, alone))
     if runtime.kernel_casts or (in_bfloat16 and not runtime.in_bfloat16):
         insert_kernel_casts(model)
+    if not runtime.simulates:
+        _require_no_kernel(plan)
     quantize_inputs(model)
     runtime.finish(model)
     if opset < OPSET:
@@ -159,6 +161,16 @@ def _lower(
             set_metadata(dequantize, **{BLOCK_KEY.removeprefix("qsdk."): str(decision.input_block)})
     else:
         _quantize(at, runtime, decision, encodings[site], source, output, tensor_type)
+
+
+def _require_no_kernel(plan: Plan) -> None:
+    """Refuse LSTM layers that round their state, which no standard op says."""
+    found = [site for site, decision in plan.decisions.items() if decision.input_block == WHOLE]
+    if found:
+        raise ExportError(
+            f"the LSTM of {found[0]} rounds its state in each step, as a kernel of ONNX Runtime does and no other; "
+            'choose compute="float32", or export with dialect="onnxruntime"'
+        )
 
 
 def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, output: str, tensor_type: str) -> None:

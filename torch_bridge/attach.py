@@ -14,7 +14,7 @@ from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.parameters import PREFIX
+from torch_bridge.torch_values.parameters import PREFIX, is_recurrent
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import drop_quantizers
 
@@ -84,7 +84,8 @@ def _rounds_input(modules: Mapping[str, nn.Module], owner: str, caller: str) -> 
     path = "" if path == "self" else path
     module = modules.get(path)
     if not functional:
-        return own == path and isinstance(module, nn.Linear) and state_of(module).leaf
+        leaf = isinstance(module, nn.Linear) and state_of(module).leaf
+        return own == path and (leaf or (module is not None and is_recurrent(module)))
     return isinstance(module, nn.MultiheadAttention) and own in (path, f"{path}.out_proj".removeprefix("."))
 
 

@@ -34,6 +34,7 @@ from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
 from onnx_backend.qdq.graph_editor import array_type
+from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.qdq.marks import exact_floats, exact_in, open_qdq
 from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, FLOAT_NAMES, LITERAL_KEY, SCALES_KEY, encoding_of_pair
@@ -306,7 +307,10 @@ def _is_foreign(model: ModelProto) -> bool:
 def _require_pairs(model: ModelProto) -> None:
     """Refuse the runtime's integer kernels: the Q/DQ that they were fused from is lost."""
     nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph.node)]
+    parts = {name for node in nodes if PART_KEY in metadata(node) for name in node.output}
     for node in nodes:
+        if parts.intersection(node.input):
+            continue  # it reads codes of pairs that stand in the file (`layer_inputs`)
         ours = node.domain in ("", "ai.onnx") and node.op_type in _KERNELS
         if ours or (node.domain == _RUNTIME and node.op_type.startswith(_RUNTIME_KERNELS)):
             raise FileFormatError(

@@ -45,6 +45,7 @@ from onnx_backend.proto.nodes import (
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large, skeleton
+from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.readers import Readers, quantizers
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
@@ -452,6 +453,8 @@ class _Writer(Readers):
     def _is_in_floats(self, reader: NodeProto, weight: str) -> bool:
         """Return True if nothing that the runtime has computes a reader of a stored weight on its codes."""
         places = [place for place, name in enumerate(reader.input) if name == weight]
+        if PART_KEY in metadata(reader):  # of the codes that an LSTM computes with
+            return reader.op_type == "Transpose"
         if reader.op_type == "Mul":  # of a norm's weight
             others = [self.makers.get(name) for name in reader.input if name != weight]
             return all(node is not None and node.op_type == "Mul" for node in others)

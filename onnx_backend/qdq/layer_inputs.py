@@ -2,7 +2,8 @@
 
 Nodes in front of such a layer compute what its kernel makes of the input: a scale for each block of each row, the
 largest absolute value over 127, and the nearest multiples of it. In files for the runtime they are left out, because
-the kernel itself rounds; `quantize_inputs` puts them back. Measured on onnxruntime 1.32: the kernel multiplies by
+the kernel itself rounds; `quantize_inputs` puts them back. An LSTM that rounds its input and its states is that
+runtime's DynamicQuantizeLSTM, in simulations too. Measured on onnxruntime 1.32: the kernel multiplies by
 127 over the largest value where these nodes divide, so that a code in thousands is its neighbour.
 """
 
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.proto.graph_queries import nodes_reaching
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import nodes_reaching, producers
 from onnx_backend.proto.nodes import (
     attributes,
     copied,
@@ -20,25 +22,33 @@ from onnx_backend.proto.nodes import (
     metadata,
     rename_inputs,
     replace_nodes,
+    retain,
     set_metadata,
 )
 from onnx_backend.readers import BLOCK_KEY, COPY_KEY, Readers
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics import affine
+from qsdk.core.planning.plan import WHOLE
 
 PART_KEY = "qsdk.input_of"  # metadata of a node that rounds: the tensor that is rounded
 _LAYERS = frozenset({"MatMul", "Gemm"})
+_KERNEL = ("com.microsoft", "DynamicQuantizeLSTM")
+_WEIGHTS = (1, 2)  # the places of an LSTM's weights
+_PARAMETERS = ("kernel_scale", "kernel_zero_point")
 
 
 def quantize_inputs(model: ModelProto) -> None:
     """Put nodes that round it in front of each layer whose weight says so, in place; those that have them keep them."""
+    _round_states(model)
     graph, known = model.graph, Readers(model.graph)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     rounds = {node.output[0] for node in graph.node if PART_KEY in metadata(node)}
     wanted: dict[str, tuple[int, int]] = {}  # first output of a layer -> length of blocks, input channels
     for node in graph.node:
         length = metadata(node).get(BLOCK_KEY)
-        for layer, turned in () if length is None else _layers(node, known.readers, metadata(node)["qsdk.site"]):
+        for layer, turned in (
+            () if length in (None, str(WHOLE)) else _layers(node, known.readers, metadata(node)["qsdk.site"])
+        ):
             if layer.input[0] not in rounds:
                 wanted[layer.output[0]] = int(length or 0), dims[node.input[0]][1 if turned else 0]
     if not wanted:
@@ -81,8 +91,18 @@ def leave_inputs_to_kernels(model: ModelProto) -> None:
 
 def without_rounded_inputs(model: ModelProto) -> None:
     """Take all rounding nodes away, in place: the weights' nodes say where they were."""
-    if raw := _raw_inputs(model):
-        rename_inputs(model.graph.node, raw)
+    raw, made = _raw_inputs(model), producers(model.graph.node)
+    rename_inputs(model.graph.node, raw)
+    kernels = [node for node in model.graph.node if (node.domain, node.op_type) == _KERNEL]
+    for node in kernels:
+        del node.input[8:]
+        for place in _WEIGHTS:
+            while PART_KEY in metadata(made[node.input[place]]):
+                node.input[place] = made[node.input[place]].input[0]
+        while not node.input[-1]:
+            del node.input[-1]
+        node.op_type, node.domain = "LSTM", ""
+    if raw or kernels:
         _drop_unread(model)
 
 
@@ -90,6 +110,74 @@ def input_blocks(nodes: Iterable[NodeProto]) -> dict[str, int]:
     """Return weight site -> length of the blocks in which its layers round their input."""
     found = (metadata(node) for node in nodes)
     return {facts["qsdk.site"]: int(facts[BLOCK_KEY]) for facts in found if BLOCK_KEY in facts}
+
+
+def _round_states(model: ModelProto) -> None:
+    """Make DynamicQuantizeLSTM of each LSTM whose recurrent weight says so, in place: its own function, by its codes.
+
+    The nodes between a dequantized weight and the kernel find the codes again; a session computes them once.
+    """
+    known, nodes = Readers(model.graph), list[NodeProto]()
+    for node in model.graph.node:
+        pairs = [_pair_of(node.input[place], known) for place in _WEIGHTS] if node.op_type == "LSTM" else [None]
+        if pairs[-1] is None or metadata(pairs[-1]).get(BLOCK_KEY) != str(WHOLE) or pairs[0] is None:
+            nodes.append(node)
+            continue
+        kernel = NodeProto()
+        kernel.CopyFrom(node)
+        retain(kernel.attribute, lambda one: one.name != "layout")  # which it does not know; 0
+        (kernel.domain, kernel.op_type), codes = (
+            _KERNEL,
+            [_Codes(known, node, at, pair) for at, pair in zip(_WEIGHTS, pairs, strict=True) if pair],
+        )
+        inputs = [*node.input, *[""] * (8 - len(node.input))]
+        for place, one in zip(_WEIGHTS, codes, strict=True):
+            inputs[place] = one.output
+        kernel.input[:] = [*inputs, *(name for one in codes for name in one.parameters)]
+        nodes += [*(part for one in codes for part in one.nodes), kernel]
+    if len(nodes) > len(model.graph.node):
+        replace_nodes(model.graph, nodes)
+        if all(entry.domain != _KERNEL[0] for entry in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(_KERNEL[0], 1))
+
+
+def _pair_of(name: str, known: Readers) -> NodeProto | None:
+    """Return the DequantizeLinear that a stored weight comes from, itself or by a copy."""
+    node = known.makers.get(name)
+    while node is not None and COPY_KEY in metadata(node):
+        node = known.makers.get(node.input[0])
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
+class _Codes:
+    """The nodes that give a kernel of LSTM the codes of a weight, [directions, columns, gates], and its parameters."""
+
+    def __init__(self, known: Readers, node: NodeProto, place: int, pair: NodeProto) -> None:
+        self.nodes, source = list[NodeProto](), node.input[place]
+        code = known.stored[pair.input[0]].data_type
+        scale, *zeros = (array(known.stored[name]) for name in pair.input[1:])
+        zero = zeros[0] if zeros else np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(code))
+        directions = known.stored[pair.input[0]].dims[0]
+        shape = (directions, scale.size) if scale.ndim and scale.size > 1 else (directions,)
+        stored = [np.broadcast_to(value.reshape(-1), shape) for value in (scale, zero)]
+        self.parameters = [known.store(f"{source}/{end}", v) for end, v in zip(_PARAMETERS, stored, strict=True)]
+
+        def add(op: str, *inputs: str, **options: Any) -> str:
+            name = known.fresh(f"{source}/codes_{op.lower()}")
+            self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
+            set_metadata(self.nodes[-1], **{PART_KEY.removeprefix("qsdk."): source})
+            return name
+
+        steps = known.store(f"{source}/steps", scale.reshape(-1))
+        codes = add("Round", add("Div", add("Transpose", source, perm=[0, 2, 1]), steps))
+        if zero.any():
+            codes = add("Add", codes, known.store(f"{source}/middle", zero.reshape(-1).astype(np.float32)))
+        self.output = add("Cast", codes, to=code)
+
+
+def rounds_states(model: ModelProto) -> bool:
+    """Return whether an LSTM of a model rounds its states."""
+    return any((node.domain, node.op_type) == _KERNEL for node in model.graph.node)
 
 
 def _raw_inputs(model: ModelProto) -> dict[str, str]:

@@ -22,6 +22,7 @@ from onnx_backend.proto.nodes import attributes, copied, drop_unused_initializer
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.proto.write_file import spool_large_tensors
+from onnx_backend.qdq.layer_inputs import rounds_states
 from onnx_backend.qdq.read import block_scales
 from onnx_backend.readers import Readers
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
@@ -192,6 +193,8 @@ def simulation_session(
     """
     model = load(model)
     optimize = not computes_in_narrow_floats(model)
+    if rounds_states(model):
+        threads = 1  # the kernel's ranges are those of the rows that one thread has
     options = _options(shares_memory=shares_memory, optimize=optimize, threads=threads)
     return _opened(_with_sizes_of_its_own(with_float_weights(model)), options, providers)
 

@@ -22,7 +22,7 @@ from qsdk.core.numerics.block_scales import last_place
 from qsdk.core.numerics.dtypes import DType, float8e8m0
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import WHOLE, Decision
 from torch_bridge.quantizers.fake_quant import (
     CompiledKernels,
     FakeQuantGrid,
@@ -328,7 +328,9 @@ def _fake_quantize_tokens(x: Tensor, dtype: DType) -> Tensor:
 
 
 def fake_quantize_blocks(x: Tensor, block: int) -> Tensor:
-    """Fake-quantize each run of `block` elements along the last axis to int8 with its own range."""
+    """Fake-quantize each run of `block` elements along the last axis to int8 with its own range; see `WHOLE`."""
+    if block == WHOLE:
+        return _fake_quantize_dynamic(x)
     if x.dtype != torch.float32:
         return fake_quantize_blocks(x.float(), block).to(x.dtype)
     if x.numel() == 0:

@@ -149,10 +149,37 @@ def _run_kernel(
     if runtime.phase != "float" and flat[0].dtype == dtype and dtype in (torch.float16, torch.bfloat16):
         # as the exported op computes: torch's kernel would round every state, and each term of it
         x, states, flat = x.float(), [state.float() for state in states], [weight.float() for weight in flat]
+    site = site_name(runtime.frame.path, f"weight_hh_l{layer}") if runtime.frame is not None else ""
+    if runtime.input_block(site) is not None:
+        return _run_steps(module, runtime, site, x, states, flat)
     given: Any = tuple(states) if module.mode == "LSTM" else states[0]
     options = (module.bias, 1, 0.0, module.training, module.bidirectional, False)
     result: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *options)
     return tuple(part.to(dtype) for part in result)
+
+
+def _run_steps(
+    module: nn.RNNBase, runtime: Runtime, site: str, x: Tensor, states: list[Tensor], flat: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run an LSTM step by step, with its input and its state rounded, as ONNX Runtime's DynamicQuantizeLSTM does."""
+    frame, runtime.frame = runtime.frame, None  # the steps are no ops of the model
+    try:
+        rounded, size = runtime.round_input(site, x), len(flat) // len(direction_suffixes(module))
+        results, last = [], []
+        for direction, suffix in enumerate(direction_suffixes(module)):
+            given_weight, hidden_weight, *biases = flat[direction * size : (direction + 1) * size]
+            given = F.linear(rounded, given_weight, *biases[:1])
+            hidden, cell = (state[direction] for state in states)
+            made: list[Tensor] = []
+            for step in reversed(given.unbind()) if suffix else given.unbind():
+                turned = F.linear(runtime.round_input(site, hidden), hidden_weight, *biases[1:])
+                hidden, cell = _lstm(turned, step, cell)
+                made.append(hidden)
+            results.append(torch.stack(made[::-1] if suffix else made))
+            last.append((hidden, cell))
+    finally:
+        runtime.frame = frame
+    return torch.cat(results, -1), *(torch.stack(parts) for parts in zip(*last, strict=True))
 
 
 def hidden_weight_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:

@@ -210,10 +210,14 @@ class Runtime(RuntimeState):
             self.frame = frame
         return self.emit(site_name(owner, "output"), result)
 
+    def input_block(self, site: str) -> int | None:
+        """Return how the layers of a weight round their input now; see `Decision`."""
+        quantizer = self.quantizers.get(site) if self.phase == "quantize" or self.visitor_quantizes else None
+        return None if quantizer is None else quantizer.decision.input_block
+
     def round_input(self, site: str, x: Tensor) -> Tensor:
         """Return the input of the layers of a weight as they multiply it: rounded to int8 where the plan says so."""
-        quantizer = self.quantizers.get(site) if self.phase == "quantize" or self.visitor_quantizes else None
-        block = None if quantizer is None else quantizer.decision.input_block
+        block = self.input_block(site)
         if block is None:
             return x
         frame, self.frame = self.frame, None

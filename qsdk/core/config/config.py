@@ -231,7 +231,14 @@ class QuantConfig:
         rules = tuple(replace(r, choices={**r.choices, **changed_choices(r.choices, target)}) for r in self.rules)
         own = {name: getattr(self, name) for name in CHOICES}
         exact = (self.weight, self.activation, self.block_size) == (int8, uint8, None)
-        first = first_rules(target, processor, exact=exact, symmetric_weights=self.symmetric_weights is not False)
+        floats = changed_choices({"activation": self.activation}, target).get("activation", self.activation)
+        in_int8 = target.int8_inputs and (floats.kind == "float" or self.dynamic_activations is True)
+        compute = self.compute or "int8" if in_int8 and not target.only_linear else self.compute
+        known = {
+            "recurrent": "int8" in (compute, *(rule.compute for rule in self.rules)),
+            "symmetric_weights": self.symmetric_weights is not False,
+        }
+        first = first_rules(target, processor, exact=exact, **known)
         changed = replace(
             self,
             **changed_choices(own, target),
@@ -240,6 +247,7 @@ class QuantConfig:
             only_linear=self.only_linear or target.only_linear,
             integer_ops=self.integer_ops or target.integer_ops,
             hardware=self.hardware or hardware_in(target, placement),
+            compute=None if target.only_linear else compute,  # files for which they are have no field for it
         )
         if target.scale_bits is not None and self.scale_bits is None:
             changed = replace(changed, scale_bits=target.scale_bits)
@@ -247,12 +255,8 @@ class QuantConfig:
             changed = replace(changed, symmetric_weights=True)
         if target.weight_scale_bits is not None:
             changed = self._with_scale_digits(changed, target)
-        if target.int8_inputs and changed.activation.kind == "float":
-            changed = replace(changed, compute=self.compute or "int8")
         if target.kv_cache is not None and changed.kv_cache is None:
             changed = replace(changed, kv_cache=dtype_named(target.kv_cache))
-        if target.only_linear:
-            changed = replace(changed, compute=None)  # such files have no field for it
         if not target.float_biases:
             return changed
         return changed.override("*", op_type=target.float_biases, bias=float32, optional=True)

@@ -60,10 +60,10 @@ def scale_bits_of(choices: Mapping[str, Any], target: Target) -> int | None:
     return min(most, wanted or most)
 
 
-def first_rules(target: Target, processor: str, *, exact: bool, symmetric_weights: bool) -> list[Rule]:
+def first_rules(target: Target, processor: str, *, exact: bool, recurrent: bool, symmetric_weights: bool) -> list[Rule]:
     """Return the rules of a target, which come before those of the user.
 
-    `exact`: int8 weights beside uint8 activations are to be made exact on a processor.
+    `exact`: int8 weights beside uint8 activations are to be made exact on a processor; `recurrent`: those of LSTMs are.
     """
     rules = [
         make_rule("*", {"op_type": op_type, "fixed_range": interval}, optional=True)
@@ -75,10 +75,11 @@ def first_rules(target: Target, processor: str, *, exact: bool, symmetric_weight
         slopes = {"op_type": ("LeakyRelu", "PRelu"), "supergroup": target.fused_slopes}
         rules.append(make_rule("*", slopes, optional=True))
     weight = _weight_for(target, processor)
-    if exact and weight is not None and weight.name != "int8":
+    types = (*("Conv", "Gemm", "MatMul") * exact, *("LSTM",) * recurrent)
+    if types and weight is not None and weight.name != "int8":
         if weight.exact_sums and not symmetric_weights:
             weight = DTYPES["int7"]  # where a zero point is part of every code
-        layers = {"op_type": ("Conv", "Gemm", "MatMul"), "weight": weight, "symmetric_weights": symmetric_weights}
+        layers = {"op_type": types, "weight": weight, "symmetric_weights": symmetric_weights}
         rules.append(make_rule("*", layers, optional=True))
     return rules
 

@@ -16,13 +16,14 @@ from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.islands import with_islands
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import WHOLE, Decision, Plan
 from qsdk.core.planning.stored import plan_stored, with_look_ups
 from qsdk.core.planning.turning import with_turning
 from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
 
 _WITHOUT_BLOCKS = 32
 _LENGTHS = frozenset({16, 32, 64, 128, 256})  # those that the kernel has
+_BYTES = frozenset({"int8", "uint8"})  # in which the kernel of LSTM reads weights
 _LEAST_BITS = 3  # weights of 2 bits have kernels for some lengths alone
 
 
@@ -38,7 +39,30 @@ def with_int8_inputs(
         block = input_block(stored[tensor]) if alone else None
         if block is not None and all(t is not None and _is_float(context.graph, activations, t) for t in inputs):
             result[tensor] = replace(stored[tensor], input_block=block)
+    for index, op in enumerate(context.graph.ops):
+        if op.type == "LSTM" and _rounds_states(context, index, activations, stored):
+            root = context.operands[index][1].root
+            result[root] = replace(stored[root], input_block=WHOLE)
     return result
+
+
+def _rounds_states(
+    context: PlanningContext, index: int, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
+) -> bool:
+    """Return whether an LSTM computes in int8: with two stored weights of 8 bits, and an input in floats."""
+    op, graph = context.graph.ops[index], context.graph
+    weights = [o for o in context.operands[index] if o.tensor in op.inputs[1:3]]
+    if len(weights) != 2 or op.attributes.get("layout", 0) or op.inputs[0] is None:
+        return False
+    for one in weights:
+        spec, decision = stored[one.root].spec, stored[one.root]
+        alone = one.tensor == one.root and len(context.readers[one.root]) == 1 and decision.tied_to is None
+        if not alone or spec is None or spec.dtype.container not in _BYTES or decision.tensor_type != "float32":
+            return False
+    fed = activations.get(op.inputs[0])
+    static = fed is not None and (fed.quantized or (fed.spec is not None and fed.spec.dynamic == "token"))
+    wanted = context.resolver.at(context.stored_place(index, weights[1].root)).wanted.compute
+    return wanted == "int8" and graph.tensors[op.inputs[0]].dtype == "float32" and not static
 
 
 def input_block(decision: Decision) -> int | None:

@@ -44,13 +44,16 @@ def _kernel_tensors(context: PlanningContext) -> frozenset[int]:
 
     Layers read codes, and convolutions give nothing else; a Linear gives floats as well, so its result is no such
     tensor unless a layer reads it. What only moves values stands behind the pair. A sum, product, Concat or what else
-    has a kernel is computed on codes where its result is read as codes and an operand is there as codes anyway.
+    has a kernel is computed on codes where its result is read as codes and an operand is there as codes anyway. Codes
+    whose range is found while the model runs are read by a Linear or a product alone.
     """
     graph, found = context.graph, set[int]()
     for index, op in enumerate(graph.ops):
         if op.type in LAYERS_ON_CODES and (stored := _is_quantized(context, index)) is not None:
-            found.update(t for t in op.inputs[: 1 if stored else 2] if t is not None)
-            if op.type == "Conv":
+            fed = [t for t in op.inputs[: 1 if stored else 2] if t is not None]
+            dynamic = any(_is_dynamic(context, t) for t in fed)
+            found.update(fed if op.type != "Conv" or not dynamic else ())
+            if op.type == "Conv" and not dynamic:
                 last = context.groups[index].ops[-1] if index in context.groups else index
                 found.update(graph.ops[last].outputs)
     size = -1
@@ -59,7 +62,8 @@ def _kernel_tensors(context: PlanningContext) -> frozenset[int]:
         for index in reversed(range(len(graph.ops))):
             op, group = graph.ops[index], context.groups.get(index)
             last = index if group is None or group.ops[0] != index else group.ops[-1]
-            if found.isdisjoint(graph.ops[last].outputs):
+            made = graph.ops[last].outputs
+            if found.isdisjoint(made) or any(_is_dynamic(context, t) for t in made):
                 continue
             parts = [t for t in op.inputs if t is not None and graph.tensors[t].is_float]
             parts = [t for t in parts if graph.constant_root(t) is None]
@@ -68,6 +72,10 @@ def _kernel_tensors(context: PlanningContext) -> frozenset[int]:
             elif kernel_of(op.type) is not None and not found.isdisjoint(parts):
                 found.update(parts)
     return frozenset(found)
+
+
+def _is_dynamic(context: PlanningContext, tensor: int) -> bool:
+    return bool(context.result_choice(tensor, context.graph.producer.get(tensor)).wanted.dynamic_activations)
 
 
 def _is_quantized(context: PlanningContext, index: int) -> bool | None:

@@ -31,6 +31,10 @@ class Turns(NamedTuple):
     axis: int = -1
 
 
+#: as an `input_block`: uint8 with the range of the whole tensor, as DynamicQuantizeLinear finds it
+WHOLE = -1
+
+
 @dataclass(frozen=True)
 class Decision:
     """The plan's entry for one site.
@@ -49,7 +53,8 @@ class Decision:
         tensor_type: float type of the tensor in the model.
         computes_in: the narrow float type in which the op computes that makes the tensor (`planning.islands`), or "".
         turns: which values turn with the position of a token (`planning.turning`): their range is for every position.
-        input_block: of a weight whose layers round their float input to int8: the input channels of each scale.
+        input_block: of a weight whose layers round their float input to int8: the input channels of each scale;
+            `WHOLE` of the recurrent weight of an LSTM that rounds its input, and its state in each step, as a whole.
     """
 
     site: str
@@ -205,8 +210,11 @@ def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
 
 def _reason(decision: Decision) -> str:
     narrow = f", computed in {decision.computes_in}" if decision.computes_in else ""
-    block = decision.input_block
-    return decision.reason + narrow + (f"; its layer rounds its input to int8, per block of {block}" if block else "")
+    block, rounds = decision.input_block, ""
+    if block is not None:
+        rounds = f"; its layer rounds its input to int8, per block of {block}"
+        rounds = "; its layer rounds its input, and its state in each step, to uint8" if block == WHOLE else rounds
+    return decision.reason + narrow + rounds
 
 
 def _granularity(decision: Decision) -> str:

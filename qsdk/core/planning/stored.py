@@ -149,7 +149,8 @@ def _stored(
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
     if spec is not None and not has_kernel(context, op):
         return replace(bare, reason=NOT_OF_TARGET)
-    if spec is not None and _has_no_kernel(context, op, role, activations) and not choice.is_named("weight"):
+    in_floats = not (op_type == "LSTM" and wanted.compute == "int8") and not choice.is_named("weight")
+    if spec is not None and in_floats and _has_no_kernel(context, op, role, activations):
         return replace(bare, reason=NO_KERNEL)
     kept = f"; 8 bits: {wanted.weight} is for weights of layers, unless a rule names this one" if wide else ""
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role + kept)
