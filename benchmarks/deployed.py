@@ -43,7 +43,10 @@ CONFIGS = {
     "vnni": qsdk.w8a8().for_dialect("onnxruntime", processor="vnni"),
 }
 DYNAMIC = "dynamic"  # beside `theirs`, of quantize_dynamic
-ALL_CONFIGS = {**CONFIGS, DYNAMIC: qsdk.QuantConfig(dynamic_activations=True).for_dialect("onnxruntime", processor="vnni")}
+ALL_CONFIGS = {
+    **CONFIGS,
+    DYNAMIC: qsdk.QuantConfig(dynamic_activations=True).for_dialect("onnxruntime", processor="vnni"),
+}
 
 
 class Reader:
