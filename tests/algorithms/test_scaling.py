@@ -252,6 +252,31 @@ def test_smooth_quant_finds_every_group_of_a_block_and_gets_closer(door, alpha):
         assert all(row["error_after"] <= row["error_before"] for row in report.rows if not row["reason"])
 
 
+def test_a_product_of_two_layers_is_smoothed_to_equal_channels_and_judged_by_both_grids():
+    model = uneven(Block())
+    sim, batches = sim_at("torch", model, w8a8()), data("torch", model, 8)
+    calibrate(sim, batches, progress=False)
+
+    def channels_of(block):
+        """Queries and keys of both heads, [rows, 8]."""
+        with torch.no_grad():
+            y = torch.cat([block.norm1(x) for x in batches]).reshape(-1, 8)
+            return [layer(y).double() for layer in (block.q, block.k)]
+
+    def noise(x):
+        step = (x.max().clip(0) - x.min().clip(max=0)) / 255
+        return float((x - (x / step).round() * step).square().mean() / x.square().mean(0).sum())
+
+    before = channels_of(model)
+    row = rows(qsdk.smooth_quant(sim, batches, alpha=0.5, progress=False))["q x k"]
+    assert row["reason"] == ""
+    after = channels_of(sim.unwrap())
+    ratios = after[0].abs().amax(0) / after[1].abs().amax(0)  # one number for all channels, which share a scale
+    np.testing.assert_allclose(ratios, ratios[0].expand(8), rtol=1e-3)
+    for sides, error in ((before, row["error_before"]), (after, row["error_after"])):
+        assert error == pytest.approx(sum(map(noise, sides)), rel=0.3)
+
+
 @pytest.mark.spread(1)
 @both
 def test_awq_lowers_the_error_of_weights_and_clipping_lowers_it_again(door):

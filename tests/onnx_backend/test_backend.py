@@ -219,6 +219,16 @@ def test_what_nobody_can_run_names_the_node():
         onnx_backend.run_node(node, [X, X])
 
 
+def test_an_error_without_words_is_named_by_its_type(monkeypatch: pytest.MonkeyPatch):
+    def failing(*given: Any, **options: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(backend, "session_of", failing)
+    monkeypatch.setattr(backend, "ReferenceEvaluator", failing)
+    with pytest.raises(ModelError, match=r"evaluator opens the model: MemoryError; replace that node"):
+        onnx_backend.run_node(helper.make_node("Relu", ["x"], ["y"]), [X])
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
