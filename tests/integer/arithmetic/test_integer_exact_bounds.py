@@ -140,6 +140,18 @@ def test_the_rounding_of_the_scale_of_a_bias_is_counted(size):
     assert worst > row["error_bound"] / 4
 
 
+@pytest.mark.parametrize("other", [1.0, 2.0, 0.5])
+def test_a_bias_that_was_stored_with_a_scale_of_its_own_keeps_its_values(other):
+    net = Net(5)
+    x = net.qdq(net.input([3, 4]), 1e-3, 117)
+    weight, scale = net.weight((4, 2), low=1e-4, high=1e-3)
+    stored = np.float32(np.float32(1e-3) * scale * np.float32(other))
+    b = net.op("DequantizeLinear", net.const(np.array([70_000, -90_000], np.int32)), net.const(stored))
+    net.output(net.qdq(net.op("Gemm", x, weight, b), 3e-4, 120), [3, 2])
+    feeds = spread_inputs(np.random.default_rng(0), (3, 4), 1e-3, UINT8, 117)
+    require_bound(net.model(), {"x": feeds})
+
+
 def test_a_bound_is_attained_by_the_largest_accumulator():
     net = Net(0)
     x = net.qdq(net.input([2, 1]), 0.3, 0, INT8)

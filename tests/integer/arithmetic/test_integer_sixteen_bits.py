@@ -73,6 +73,15 @@ def test_two_activations(op, dtypes):
         assert len(result.certificate["requantizations"][0]["accumulators"]) == pairs
 
 
+@pytest.mark.parametrize("dtype", [UINT8, UINT16])
+def test_a_product_with_the_negative_of_an_activation(dtype):
+    net = Net()
+    scale, zero = (0.037, 121) if dtype == UINT8 else (1.3e-4, 31007)
+    a, c = (net.qdq(net.input([16, 16], name), scale, zero, dtype) for name in "ac")
+    net.output(net.qdq(net.op("MatMul", a, net.op("Neg", c)), 3e-3, 31111, UINT16), [16, 16])
+    compare(net, {"a": uniform([16, 16]), "c": uniform([16, 16], 2)})
+
+
 @pytest.mark.parametrize("encoding", BOTH)
 @pytest.mark.parametrize("op", ["Sigmoid", "Tanh", "HardSwish", "Exp"])
 def test_functions_on_every_code(op, encoding):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from integer_models import INT4, INT8, LEVELS, UINT8, UINT16, Net, run, simulate, small_cnn
+from onnx import TensorProto, helper
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.verify.integer_only import integer_findings
@@ -185,6 +186,20 @@ def test_a_whole_network(dtype):
         assert np.abs(found - simulated).max() <= 3.5 * result.certificate["outputs"]["y"]["scale"]
     forms = {row["form"] for row in result.certificate["requantizations"]}
     assert "QLinearConv" in forms
+
+
+def test_an_operator_of_the_runtime_that_requantizes_nothing_is_no_integer_kernel():
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Gelu", ["x"], ["y"], "curve", domain="com.microsoft")],
+            "foreign",
+            *([helper.make_tensor_value_info(name, TensorProto.INT32, [4])] for name in "xy"),
+        ),
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)],
+        ir_version=10,
+    )
+    kinds = [(finding.kind, finding.where) for finding in integer_findings(model, kernels=True)]
+    assert ("domain", "curve") in kinds
 
 
 def test_sixteen_bits_keep_their_integer_form():
