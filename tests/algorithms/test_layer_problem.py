@@ -100,6 +100,15 @@ def gathered(
     return problem
 
 
+def test_the_rank_that_owns_a_layer_alone_has_its_second_moments() -> None:
+    layer, x = Layer("w", Spec(int4), WeightLayout("linear", (3, 4))), torch.randn(6, 4)
+    walk, pairs = FakeWalk([[layer]], {"w": torch.randn(3, 4)}, [x]), [(x, x + 0.1)]
+    for owner in (0, 1):
+        (problem,) = problems_of(FakeStep([layer], pairs), walk, GatherOptions(held_back=0), 0, {"w": owner})
+        assert problem.mean is not None
+        assert (problem.h is None and problem.x_quantized is None) is (owner == 1)
+
+
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(0, 99))

@@ -12,7 +12,7 @@ from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
-from onnx_backend.integer.portable.requantize import requantize, wide_product
+from onnx_backend.integer.portable.requantize import requantize, split_products, wide_product
 from onnx_backend.integer.reference.run import OPS, run_reference
 
 
@@ -107,6 +107,48 @@ def test_what_has_no_such_form_is_left_to_others():
     assert wide_product(operation(0, 1 << 28, 1 << 33, 55, 0)) is None
     assert wide_product(operation(0, 1 << 28, 1 << 30, 29, 0)) is None
     assert wide_product(operation(-(1 << 31), (1 << 31) - 1, (1 << 31) - 1, 40, 0)) is None
+
+
+def sum_of_two(lowest, span, mantissas, shift, addend, rounding):
+    """The requantization of a sum of two tensors, each of which begins at its lowest value."""
+    array, none = lambda v: np.asarray(v, np.int64), np.zeros((), np.int64)
+    terms = tuple(
+        Term(name, np.ones(()), none, array(lo), array(lo + span), False) for name, lo in zip("tu", lowest, strict=True)
+    )
+    multipliers = tuple(map(array, mantissas))
+    plan = RequantMultiplier(multipliers, array(shift), array(addend), none, none, False, 0, Fraction(0))
+    encoding = ActivationEncoding(1.0, 120, TensorProto.UINT8)
+    return Requantization(Linear(terms), encoding, plan, rounding, (3, 250), "y", "y", {})
+
+
+@pytest.mark.parametrize("rounding", ["half_up", "half_even"])
+@pytest.mark.parametrize(
+    ("mantissas", "shift", "addend"),
+    [((3, 5), 3, 1), ((1 << 29, -(1 << 28)), 30, 1 << 29), ((715827883, 613566757), 31, -123456789)],
+)
+def test_the_codes_of_a_sum_are_those_of_the_64_bit_form_for_all_pairs(mantissas, shift, addend, rounding):
+    op = sum_of_two((-121, 0), 255, mantissas, shift, addend, rounding)
+    t, u = (pair.reshape(-1) for pair in np.meshgrid(np.arange(-121, 135), np.arange(256)))
+    b = Builder(["t", "u", "y"], rounding)
+    b.label, b.indices = "y", set()
+    assert requantize(b, op)
+    kinds = {"t": TensorProto.INT32, "u": TensorProto.INT32, "y": TensorProto.UINT8}
+    edges = [helper.make_tensor_value_info(name, kind, t.shape) for name, kind in kinds.items()]
+    graph = helper.make_graph(b.nodes, "sum", edges[:2], edges[2:], b.initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    found = run_reference(model, {"t": t.astype(np.int32), "u": u.astype(np.int32)})["y"]
+    exact = [int(v) for v in t * mantissas[0] + u * mantissas[1] + addend]
+    half = {
+        "half_up": lambda v: (v + (1 << (shift - 1))) >> shift,
+        "half_even": lambda v: round(Fraction(v, 1 << shift)),
+    }
+    np.testing.assert_array_equal(found, np.clip([half[rounding](v) + 120 for v in exact], 3, 250))
+
+
+@pytest.mark.parametrize(("lowest", "has_form"), [((-255, -255), True), ((-256, -256), False), ((0, 0), False)])
+def test_a_sum_of_more_pairs_than_are_tried_has_no_such_form(lowest, has_form):
+    span = 255 if has_form else 256
+    assert (split_products(sum_of_two(lowest, span, (1 << 28, 1 << 27), 30, 0, "half_up")) is not None) is has_form
 
 
 def divided_in_float32(_, x, by):
