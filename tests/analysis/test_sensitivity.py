@@ -267,6 +267,18 @@ def test_exact_rows_are_those_of_a_sim_with_one_layer_quantized(branches):
         assert report[layer, "weights"]["sqnr_db"] == pytest.approx(db, abs=0.05)  # int32 biases add a little
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_summary_has_the_ratio_of_the_whole_simulation(exact):
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)), [torch.randn(32, 12)]
+    sim = calibrated(model, batches, qsdk.w4a8())
+    with torch.no_grad():
+        wanted, found = model(batches[0]), sim(batches[0])
+    db = 10 * np.log10(float(wanted.square().sum() / (found - wanted).square().sum()))
+    report = qsdk.sensitivity(sim, batches, exact=exact, progress=False)
+    assert report.summary["sqnr_db"] == pytest.approx(db, abs=0.05)
+
+
 @pytest.mark.slow
 def test_all_but_one_is_the_reverse(branches):
     sim, batches = branches

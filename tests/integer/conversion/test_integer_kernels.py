@@ -202,6 +202,20 @@ def test_an_operator_of_the_runtime_that_requantizes_nothing_is_no_integer_kerne
     assert ("domain", "curve") in kinds
 
 
+@pytest.mark.parametrize("constant", [0.0, 0.8])
+def test_a_pool_that_a_constant_is_added_to_keeps_it(constant):
+    net = Net()
+    x = net.qdq(net.input([2, 3, 6, 6]), 0.031, 117)
+    pooled = net.op("AveragePool", x, kernel_shape=[2, 2])
+    net.output(net.qdq(net.op("Add", pooled, net.const(np.float32(constant))), 0.02, 100), [2, 3, 5, 5])
+    feeds = {"x": uniform([2, 3, 6, 6])}
+    found, wanted = (
+        make(net.model())["y"] for make in (lambda m: run(convert(m, **ORT).model, feeds), lambda m: simulate(m, feeds))
+    )
+    assert np.abs(found - wanted).max() <= 0.02 * 1.01
+    assert np.abs(wanted).max() > 1.0
+
+
 def test_sixteen_bits_keep_their_integer_form():
     wide, narrow = (1.3e-4, 31007, UINT16), (0.031, 117, UINT8)
     for first, second in ((wide, narrow), (narrow, wide), (wide, wide)):
