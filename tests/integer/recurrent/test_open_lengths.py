@@ -128,6 +128,7 @@ class Tagger(nn.Module):
         return self.head(self.layer(x)[0])
 
 
+@pytest.mark.slow
 def test_from_a_module_to_integers_of_any_length(tmp_path):
     torch.manual_seed(0)
     batches = [torch.randn(2, 6, 8) for _ in range(4)]
