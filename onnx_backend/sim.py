@@ -411,6 +411,11 @@ class OnnxSim(StatefulSim):
         """Return site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
         return simulated_tensors(self._marked, self.plan, self.encodings)
 
+    def simulated(self, data: Iterable[Any], *, progress: bool) -> Iterator[parity.Run]:
+        """Yield values by site, inputs by name, and the outputs, of each batch."""
+        for _, batch in batches_of(data, "parity", progress, skip_empty=False):
+            yield self.capture(batch), self.run(batch)
+
     def check_parity(
         self, model: ModelProto, data: Iterable[Any], *, progress: bool = True, runtime: str | None = None
     ) -> Report:
@@ -420,8 +425,7 @@ class OnnxSim(StatefulSim):
             CalibrationError: sites have no encoding.
             DataError: no data, or data the model does not take.
         """
-        batches = batches_of(data, "parity", progress, skip_empty=False)
-        runs = ((self.capture(batch), self.run(batch)) for _, batch in batches)
+        runs = self.simulated(data, progress=progress)
         expected = ExpectedModel(self.traced(), self.plan, self.encodings, self.opened)
         on = RunOn(self.providers, runtime)
         return parity.check(model, runs, self.stored_values(), self.encodings, expected, on)

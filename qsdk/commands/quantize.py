@@ -94,9 +94,16 @@ def _is_of_onnx(options: Namespace) -> bool:
     return bool(options.format == "onnx")
 
 
+def _dialect_of(options: Namespace) -> str | None:
+    """Return the dialect that the config is made for: a format's own, but for files that have several readers."""
+    own = {"onnx": options.dialect, "tflite": options.dialect or "litert"}
+    found: str | None = own.get(options.format, options.format)
+    return found
+
+
 def _require_out(options: Namespace) -> None:
     """Refuse an output that cannot be written, before the work."""
-    if not _is_of_onnx(options) and not names_function(options.model):
+    if options.format not in ("onnx", "tflite") and not names_function(options.model):
         raise ConfigError(f"--format {options.format} is for a PyTorch module, FILE.py:function; an ONNX file has none")
     if not _writes_folder(options):
         require_output(options.out)
@@ -105,6 +112,8 @@ def _require_out(options: Namespace) -> None:
 
 
 def _exported(sim: Sim, options: Namespace) -> Report:
+    if options.format == "tflite":
+        return export(sim, options.out, format="tflite", shapes=dict(options.shape) if options.shape else None)
     if not _is_of_onnx(options):
         return export(sim, options.out, format=options.format, prefer=options.prefer)
     shapes = dict(options.shape) if _has_fixed_sizes(options.dialect) and options.shape else None
@@ -119,7 +128,7 @@ def _has_fixed_sizes(dialect: str | None) -> bool:
 
 def _opened(options: Namespace) -> _Opened:
     """Open the float model, of either side, with its data."""
-    dialect = options.dialect if _is_of_onnx(options) else options.format
+    dialect = _dialect_of(options)
     of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
     config = config_of(options.config, options.override, options.skip, **of_preset)
     if dialect:
@@ -199,7 +208,7 @@ def quantize_folder(options: Namespace) -> int:
         )
     more_of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
     config = config_of(options.config, options.override, options.skip, **more_of_preset)
-    dialect = options.dialect if options.format == "onnx" else options.format
+    dialect = _dialect_of(options)
     if dialect:
         config = config.for_dialect(dialect)
     verbs = require_verbs(options.verbs.split(","), given_as="--verbs")

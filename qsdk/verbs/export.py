@@ -1,9 +1,12 @@
 """The verbs `export`, to an ONNX file or a folder for another runtime, and `check_parity`."""
 
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict, Unpack
 
 from onnx import ModelProto
@@ -14,6 +17,7 @@ from onnx_backend.export import Shapes, without_uncalibrated, write_model
 from onnx_backend.opening.encodings_of_file import float_facts, merge_provenance
 from onnx_backend.passes.adapter_inputs import write_adapter
 from onnx_backend.passes.integer_cache import has_integer_cache
+from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import OPSET
 from onnx_backend.proto.write_file import StagedModel
 from onnx_backend.runtimes.registry import runtime_named
@@ -30,14 +34,16 @@ from qsdk.core.sims.biases import with_notes
 from qsdk.verbs.doors.choose import Door, Sim, door_of
 from qsdk.verbs.genai import write_folder_for_genai
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
+from qsdk.verbs.tflite import check_tflite, is_tflite, write_tflite_of
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 from torch_bridge.gguf.write import write_gguf
 from torch_bridge.pt2e import write_program
+from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.adapters import Matrices, active_adapter, adapter_names, matrices_of
 
-_OTHERS = ("compressed-tensors", "genai", "gguf", "pt2e")
 _USUAL = {"opset": 21, "dialect": "onnxruntime", "prefer": "speed"}
-_OPTIONS_OF = {"max_shard_bytes": "compressed-tensors", "tokenizer": "genai"}
+_OF_ONNX = ("opset", "dialect", "external_data", "shapes", "cache", "adapters", "prefer")
+Format = Literal["onnx", "compressed-tensors", "genai", "gguf", "pt2e", "tflite"]
 
 
 class FileOptions(TypedDict, total=False):
@@ -55,7 +61,7 @@ def export(
     sim: Sim,
     path: str | os.PathLike[str],
     *,
-    format: Literal["onnx", "compressed-tensors", "genai", "gguf", "pt2e"] = "onnx",
+    format: Format = "onnx",
     opset: int = 21,
     dialect: AnyDialect = "onnxruntime",
     uncalibrated: Literal["error", "float"] = "error",
@@ -67,14 +73,16 @@ def export(
 
     With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error. With
     `format="genai"`, write a folder for onnxruntime-genai: the model in the fused forms of that runtime, its config and
-    the tokenizer's files. `gguf` is a file for llama.cpp, `pt2e` a program of `torch.export` for ExecuTorch.
+    the tokenizer's files. `gguf` is a file for llama.cpp, `pt2e` a program of `torch.export` for ExecuTorch, `tflite` a
+    file for LiteRT (TensorFlow Lite) and the chips that read it.
 
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
         format: `onnx`; `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it);
             `pt2e` (PyTorch side; rows with the `max_lsb` of each site of the loaded program); for causal models of
-            transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`).
+            transformers `genai` (`kv_cache=` in the config) and `gguf` (`for_dialect("gguf")`); `tflite` (either side,
+            integers from edge to edge; open axes are a batch of 1 and the example's sizes, or `shapes=`).
         opset: 13 to 25, and as the target reads (the default becomes its newest). Higher ones are for dtypes that need
             them, such as 2-bit integers (25); below 21 there are 8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
@@ -116,21 +124,10 @@ def export(
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
     encodings = door.encodings(ready)
-    choices: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": options.get("external_data")}
-    choices |= {name: options.get(name) for name in ("shapes", "cache", "adapters")} | {"prefer": prefer}
-    if format in _OTHERS:
-        if not_for_it := [name for name, given in choices.items() if given != _USUAL.get(name)]:
-            raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format={format!r}")
-        _require_own(format, options)
-        if format == "genai":
-            report = write_folder_for_genai(sim, plan, encodings, path, tokenizer=options.get("tokenizer"), check=check)
-            return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
-        return write_module(sim, plan, encodings, path, format, options.get("max_shard_bytes"), check=check)
-    if format != "onnx":
-        raise ConfigError(f"format={format!r}; choose 'onnx', {' or '.join(map(repr, _OTHERS))}")
-    _require_own(format, options)
-    report = with_notes(write_onnx(sim, plan, encodings, path, {**choices, "check": check}), sim.bias_remarks())
-    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
+    asked = _Asked(
+        format, sim, plan, encodings, path, check, {**options, "opset": opset, "dialect": dialect, "prefer": prefer}
+    )
+    return _writer_of(format, asked).write(asked)
 
 
 def check_parity(
@@ -145,7 +142,8 @@ def check_parity(
 
     Args:
         sim: of either side.
-        model: an exported file, or the model in it.
+        model: an exported file, or the model in it; of a `.tflite` file LiteRT's reference kernels and XNNPACK run, and
+            the codes of the former are compared with those that qsdk predicts, which the summary counts.
         data: batches.
         runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
             level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64). The summary names the first site that is
@@ -169,6 +167,8 @@ def check_parity(
         0.0
     """
     run = run_of(check_parity, options)
+    if is_tflite(model):
+        return check_tflite(door_of(sim, run), model, data, runtime)
     door, opened = door_of(sim, run), opened_qdq(model)
     report = door.check_parity(opened, data, runtime)
     if runtime not in (None, "onnxruntime"):
@@ -259,29 +259,104 @@ def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:
     return [*(names[at] for at in inputs), *(marked.graph.output[at].name for at in outputs)]
 
 
-def _require_own(format: str, options: FileOptions) -> None:
-    """Refuse an option of another format."""
-    for name, own in _OPTIONS_OF.items():
-        if options.get(name) is not None and format != own:
-            raise ConfigError(f"{name}= is for format={own!r}; leave it out with format={format!r}")
+@dataclass(frozen=True)
+class _Asked:
+    """What a format is to be written of, and how; `options` are all that `export` takes about files."""
+
+    format: str
+    sim: Sim
+    plan: Plan
+    encodings: Mapping[str, Encoding]
+    path: str | os.PathLike[str]
+    check: bool
+    options: Mapping[str, Any]
+
+    @property
+    def module(self) -> QuantSim:
+        """Return the sim, which must be of a module that is as it was quantized."""
+        if isinstance(self.sim, OnnxSim):
+            raise ExportError(f"{self.format} holds modules of PyTorch, not ONNX models; quantize the nn.Module")
+        door_of(self.sim).traced()  # refuses a model that has changed since it was quantized
+        return self.sim
 
 
-def write_module(
-    sim: Sim,
-    plan: Plan,
-    encodings: Mapping[str, Encoding],
-    path: str | os.PathLike[str],
-    format: str,
-    max_shard_bytes: int | None,
-    *,
-    check: bool,
-) -> Report:
-    """Write a sim of an nn.Module as a folder in compressed-tensors, a GGUF file, or a program of torch.export."""
-    if isinstance(sim, OnnxSim):
-        raise ExportError(f"{format} holds modules of PyTorch, not ONNX models; quantize the nn.Module")
-    door_of(sim).traced()  # refuses a model that has changed since it was quantized
-    if format == "gguf":
-        return write_gguf(sim, plan, encodings, path)
-    if format == "pt2e":
-        return write_program(sim, plan, encodings, path, check=check)
-    return write_folder(sim, plan, encodings, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)
+@dataclass(frozen=True)
+class _Format:
+    """A format: its writer, and the options that it takes besides the usual ones."""
+
+    write: Callable[[_Asked], Report]
+    takes: tuple[str, ...] = ()
+
+
+def _writer_of(name: str, asked: _Asked) -> _Format:
+    """Return a format by its name; refuse options of another one."""
+    if name not in _FORMATS:
+        raise ConfigError(f"format={name!r}; choose {' or '.join(map(repr, _FORMATS))}")
+    takes, given = _FORMATS[name].takes, asked.options
+    other = [one for one in _OF_ONNX if one not in takes and given.get(one) != _USUAL.get(one)]
+    if other:
+        raise ConfigError(f"{', '.join(other)}: for ONNX alone; leave it out with format={name!r}")
+    for own in ("max_shard_bytes", "tokenizer"):
+        if own not in takes and given.get(own) is not None:
+            of = next(one for one in _FORMATS if own in _FORMATS[one].takes)
+            raise ConfigError(f"{own}= is for format={of!r}; leave it out with format={name!r}")
+    return _FORMATS[name]
+
+
+def _as_onnx(asked: _Asked) -> Report:
+    choices = {name: asked.options.get(name) for name in _OF_ONNX}
+    written = write_onnx(asked.sim, asked.plan, asked.encodings, asked.path, {**choices, "check": asked.check})
+    return _with_methods(with_notes(written, asked.sim.bias_remarks()), asked.sim)
+
+
+def _as_tflite(asked: _Asked) -> Report:
+    standard = {
+        "opset": 21,
+        "dialect": "onnx",
+        "prefer": "size",
+        "cache": "float",
+        "shapes": asked.options.get("shapes"),
+    }
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
+        file = Path(folder) / "model.onnx"
+        write_onnx(asked.sim, asked.plan, asked.encodings, file, {**standard, "external_data": None, "check": False})
+        model = load(file, whole=True)
+        report = write_tflite_of(asked.sim, model, asked.path, check=asked.check)
+    return _with_methods(report, asked.sim)
+
+
+def _as_genai(asked: _Asked) -> Report:
+    tokenizer = asked.options.get("tokenizer")
+    report = write_folder_for_genai(
+        asked.sim, asked.plan, asked.encodings, asked.path, tokenizer=tokenizer, check=asked.check
+    )
+    return _with_methods(report, asked.sim)
+
+
+def _as_folder(asked: _Asked) -> Report:
+    size = asked.options.get("max_shard_bytes") or MAX_SHARD_BYTES
+    return write_folder(asked.module, asked.plan, asked.encodings, asked.path, max_shard_bytes=size)
+
+
+def _as_gguf(asked: _Asked) -> Report:
+    return write_gguf(asked.module, asked.plan, asked.encodings, asked.path)
+
+
+def _as_program(asked: _Asked) -> Report:
+    return write_program(asked.module, asked.plan, asked.encodings, asked.path, check=asked.check)
+
+
+def _with_methods(report: Report, sim: Sim) -> Report:
+    return Report(report.title, report.rows, {**report.summary, **sim.methods.facts})
+
+
+_FORMATS: Mapping[str, _Format] = MappingProxyType(
+    {
+        "onnx": _Format(_as_onnx, _OF_ONNX),
+        "compressed-tensors": _Format(_as_folder, ("max_shard_bytes",)),
+        "genai": _Format(_as_genai, ("tokenizer",)),
+        "gguf": _Format(_as_gguf),
+        "pt2e": _Format(_as_program),
+        "tflite": _Format(_as_tflite, ("shapes",)),
+    }
+)

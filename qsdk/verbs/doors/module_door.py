@@ -14,6 +14,7 @@ from torch import Tensor
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel, open_traced
 from onnx_backend.parity import parity
+from onnx_backend.parity.parity import Run as SimulatedRun
 from onnx_backend.parity.teacher import RunOn
 from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
@@ -162,13 +163,25 @@ class ModuleDoor:
 
     def check_parity(self, model: ModelProto, data: Iterable[Any], runtime: str | None) -> Report:
         """Compare in one forward pass per batch, whose outputs wait until the sites are compared."""
-        runs = data_passes.captures(self.sim, data, forward=self.run.forward, progress=self.run.progress)
+        runs = self.simulated(data)
         encodings = self.sim.encodings
         expected = ExpectedModel(self.traced(), self.sim.plan, encodings)
         stored = calibrate.stored_values(self.sim)
         moves = (d.site for d in self.sim.plan.decisions.values() if d.passes_through or d.tied_dynamically)
         moving = frozenset(moves if self.sim.example.has_cache else ())
         return parity.check(model, runs, stored, encodings, expected, RunOn(runtime=runtime), moving)
+
+    def simulated(self, data: Iterable[Any]) -> Iterator[SimulatedRun]:
+        """Yield values by site, inputs by name, and the outputs, of each batch."""
+        return data_passes.captures(self.sim, data, forward=self.run.forward, progress=self.run.progress)
+
+    def simulated_example(self, _: ModelProto) -> Iterator[SimulatedRun]:
+        """Yield the same of the example."""
+        return data_passes.captures(self.sim, [self.sim.current_example], forward=_call_example, progress=False)
+
+    def stored_at_sites(self) -> Mapping[str, Array]:
+        """Return the fake-quantized weights and biases by site."""
+        return calibrate.stored_values(self.sim)
 
     def run_example(self, model: ModelProto) -> ExampleRun | str:
         """Run the sim on its example, or on values of its sizes in the file; or return why that does not go."""
@@ -180,3 +193,7 @@ class ModuleDoor:
             return str(error)
         places = {tensor.device.type for tensor in self.sim.model.parameters()} - {"cpu", "meta"}
         return ExampleRun(example, feeds, outputs, ", ".join(sorted(places)) or "cpu")
+
+
+def _call_example(model: Any, example: Any) -> Any:
+    return model(*example.args, **example.kwargs)

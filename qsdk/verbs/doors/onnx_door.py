@@ -14,6 +14,7 @@ from torch import Tensor
 from onnx_backend.data_passes import passes
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
+from onnx_backend.parity.parity import Run as SimulatedRun
 from onnx_backend.proto.inputs import noted_example, with_shapes
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, random_feeds
 from onnx_backend.runtime.providers import CPU_ONLY
@@ -142,6 +143,18 @@ class OnnxDoor:
     def check_parity(self, model: ModelProto, data: Iterable[Any], runtime: str | None) -> Report:
         """Compare in a session of the sim per batch."""
         return self.sim.check_parity(model, data, progress=self.run.progress, runtime=runtime)
+
+    def simulated(self, data: Iterable[Any]) -> Iterator[SimulatedRun]:
+        """Yield values by site, inputs by name, and the outputs, of each batch."""
+        return self.sim.simulated(data, progress=self.run.progress)
+
+    def simulated_example(self, model: ModelProto) -> Iterator[SimulatedRun]:
+        """Yield the same of random values, of the sizes that a file has."""
+        return self.sim.simulated([next(random_feeds(model), {})], progress=False)
+
+    def stored_at_sites(self) -> Mapping[str, Array]:
+        """Return the fake-quantized weights and biases by site."""
+        return self.sim.stored_values()
 
     def run_example(self, model: ModelProto) -> ExampleRun | str:
         """Run the sim on its example, or on values of its sizes in the file; or return why that does not go."""

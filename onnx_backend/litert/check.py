@@ -1,0 +1,224 @@
+"""Compare a `.tflite` file with its sim, site by site, and LiteRT's reference kernels with their prediction."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_backend.litert import reference
+from onnx_backend.litert.interpreter import LiteRt, cut, quantized
+from onnx_backend.litert.program import Grid, Program, from_bytes
+from onnx_backend.runtimes.runner import installed_package
+from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises, Tally
+from qsdk.core.errors import DataError, FileFormatError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.report import Report
+
+Array = npt.NDArray[Any]
+Run = tuple[Mapping[str, Array], Sequence[Array]]
+_SHIFTS = {"uint8": 128, "uint4": 8, "uint16": 1 << 15}
+
+
+def opened(path: Path) -> Program:
+    """Read a file that qsdk has written; a FileFormatError for another one, which names no sites."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
+    program = from_bytes(data, str(path))
+    if "sites" not in program.facts:
+        raise FileFormatError(f"{path} names no sites of qsdk: compare a file that qsdk.export has written")
+    return program
+
+
+def check(
+    program: Program, runs: Iterable[Run], stored: Mapping[str, Array], encodings: Mapping[str, Encoding]
+) -> Report:
+    """Compare a program with its sim on the runs of some batches.
+
+    Args:
+        program: of an exported file.
+        runs: of the simulation, one per batch: values by site, inputs by name; its outputs in order.
+        stored: site -> the simulation's fake-quantized weight or bias, float32, in its own layout.
+        encodings: of the simulation.
+
+    Returns:
+        Rows `site`, `kind`, `max_lsb` and `mean_lsb` (reference kernels, each site fed with the simulation's values),
+        `elements`, `xnnpack_max_lsb`; summary `weights_max_lsb`, `activations_max_lsb`, `xnnpack_max_lsb`,
+        `differing_from_prediction` (codes of all tensors of a whole run of the reference kernels, of `predicted`),
+        `sqnr_db` of the worst output, `passed`: 0 LSB on stored tensors, at most 1 elsewhere, no code that was
+        predicted otherwise, and something compared.
+    """
+    sites: dict[str, dict[str, Any]] = program.facts["sites"]
+    tallies = {site: Tally(facts["kind"]) for site, facts in sites.items()}
+    paired, number = _Paired(program, tallies), -1
+    _compare_stored(program, stored, tallies)
+    _compare_grids(program, encodings, tallies)
+    for number, run in enumerate(runs):
+        paired.compare(run, number)
+    if number < 0:
+        raise DataError("there are no batches to compare on; give at least one (a generator can be used only once)")
+    return paired.report()
+
+
+def _compare_stored(program: Program, stored: Mapping[str, Array], tallies: Mapping[str, Tally]) -> None:
+    for site, facts in program.facts["sites"].items():
+        if facts["kind"] not in ("weight", "bias", "constant"):
+            continue
+        if site not in stored:
+            tallies[site].fail("the simulation stores nothing here")
+            continue
+        tensor, values = program.tensors[facts["tensor"]], np.asarray(stored[site], np.float64)
+        if facts.get("own_perm"):
+            values = values.transpose(facts["own_perm"])
+        try:
+            held = values.reshape(facts["shape"]).transpose(facts["perm"]).reshape(tensor.shape)
+        except ValueError:
+            tallies[site].fail(f"the file's shape is {facts['shape']}, the simulation's {list(values.shape)}")
+            continue
+        assert tensor.grid is not None
+        assert tensor.value is not None
+        steps = held / _along(tensor.grid, tensor.shape)
+        # the float32 of a large bias is not exactly a multiple of its scale
+        off = np.abs(steps - (tensor.value.astype(np.int64) - tensor.grid.zero))
+        tallies[site].add(np.rint(off) if facts["kind"] == "bias" else np.round(off, 3))
+
+
+def _along(grid: Grid, shape: Sequence[int]) -> Array:
+    """Return the scales of a stored tensor in a shape that goes with its own."""
+    sizes = [1] * len(shape)
+    if grid.scale.size > 1:
+        sizes[grid.axis] = grid.scale.size
+    return np.asarray(grid.scale.astype(np.float64).reshape(sizes))
+
+
+def _compare_grids(program: Program, encodings: Mapping[str, Encoding], tallies: Mapping[str, Tally]) -> None:
+    """Hold the scales and zero points of activations against the simulation's: both are the sim's own."""
+    for site, facts in program.facts["sites"].items():
+        grid, encoding = program.tensors[facts["tensor"]].grid, encodings.get(site)
+        if encoding is None or facts["kind"] in ("weight", "bias", "constant"):
+            continue
+        zero = encoding.zero_point - _SHIFTS.get(encoding.dtype.container, 0)
+        if grid is None or not (np.array_equal(grid.scale, encoding.scale) and np.array_equal(grid.zero_point, zero)):
+            tallies[site].fail("the file's scale or zero point is not the simulation's")
+    missing = encodings.keys() - program.facts["sites"].keys()
+    for site in missing:
+        tallies[site] = Tally("activation", remark="no tensor of the file: it is read by nothing, or stored")  # type: ignore[index]
+
+
+class _Paired:
+    """A program beside the runs of its simulation."""
+
+    def __init__(self, program: Program, tallies: dict[str, Tally]) -> None:
+        self.program, self.tallies, self.noise = program, tallies, OutputNoises()
+        facts = program.facts["sites"]
+        self.sites = {site: facts[site] for site in facts if facts[site]["kind"] not in ("weight", "bias", "constant")}
+        self.cut, self.fed = cut(program, [one["tensor"] for one in self.sites.values()])
+        self.taught = LiteRt(self.cut, reference=True)
+        self.fast = LiteRt(self.cut, reference=False)
+        self.whole = LiteRt(program, reference=True)
+        self.in_xnnpack: dict[str, int] = {}
+        self.differing = self.predicted = 0
+
+    def compare(self, run: Run, number: int) -> None:
+        """Compare all sites on a batch, which is cut into parts of the size that the file has."""
+        values, outputs = run
+        for part, wanted in self._parts(values, outputs, number):
+            feeds = [self._codes(site, part[site]) for site in self._inputs()]
+            self._compare_sites(part, number)
+            made = [number for op in self.program.ops for number in op.outputs]
+            got, predicted = self.whole.run(feeds, made), reference.run(self.program, feeds)
+            self.differing += sum(int(np.sum(got[one].astype(np.int64) != predicted[one])) for one in made)
+            self.predicted += sum(got[one].size for one in made)
+            names = list(self.program.facts["outputs"])
+            found = [self._output(got | dict(zip(self.program.inputs, feeds, strict=True)), n) for n in names]
+            self.noise.add(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
+
+    def _inputs(self) -> list[str]:
+        """Return the site of each input, in order."""
+        by_tensor = {facts["tensor"]: site for site, facts in reversed(self.sites.items())}
+        return [by_tensor[number] for number in self.program.inputs]
+
+    def _compare_sites(self, part: Mapping[str, Array], number: int) -> None:
+        numbers = {
+            self.fed[facts["tensor"]]: site
+            for site, facts in reversed(self.sites.items())
+            if facts["tensor"] in self.fed
+        }
+        lacking = [site for site in numbers.values() if site not in part]
+        if lacking:
+            raise DataError(f"batch {number} has no value at {lacking[0]}, so nothing behind it can be compared")
+        feeds = [self._codes(numbers[one], part[numbers[one]]) for one in self.cut.inputs]
+        got, fast = self.taught.run(feeds, self.cut.outputs), self.fast.run(feeds, self.cut.outputs)
+        for site, facts in self.sites.items():
+            tensor = facts["tensor"]
+            if site not in part:
+                self.tallies[site].fail(NOT_CAPTURED)
+            elif tensor in got:
+                wanted = self._codes(site, part[site])
+                self.tallies[site].add(np.abs(got[tensor].astype(np.int64) - wanted))
+                off = int(np.abs(fast[tensor].astype(np.int64) - wanted).max(initial=0))
+                self.in_xnnpack[site] = max(self.in_xnnpack.get(site, 0), off)
+
+    def _codes(self, site: str, values: Array) -> Array:
+        facts = self.sites[site]
+        held = values.reshape(facts["shape"]).transpose(facts["perm"])
+        tensor = facts["tensor"]
+        return quantized(self.program, tensor, held).reshape(self.program.tensors[tensor].shape)
+
+    def _output(self, codes: Mapping[int, Array], name: str) -> Array:
+        facts = self.program.facts["outputs"][name]
+        grid = self.program.tensors[facts["tensor"]].grid
+        assert grid is not None
+        values = (codes[facts["tensor"]].astype(np.float32) - grid.zero) * grid.scale[0]
+        return np.asarray(values.transpose(np.argsort(facts["perm"])))
+
+    def _parts(
+        self, values: Mapping[str, Array], outputs: Sequence[Array], number: int
+    ) -> Iterator[tuple[dict[str, Array], list[Array]]]:
+        """Yield the parts of a batch, of the size that the file was written for."""
+        first = self.sites[self._inputs()[0]]
+        given, size = values[self._inputs()[0]], int(first["shape"][0]) if first["shape"] else 1
+        times, rest = divmod(len(given), size) if size and given.ndim else (1, 0)
+        if rest or not times:
+            raise DataError(
+                f"batch {number} has {len(given)} samples and the file takes {size} at a time; give whole multiples, "
+                "or export with shapes="
+            )
+        known = {site: values[site] for site in self.sites if site in values}
+        for site, value in known.items():
+            if value.size != times * int(np.prod(self.sites[site]["shape"])):
+                wanted = tuple(self.sites[site]["shape"])
+                raise DataError(
+                    f"batch {number}: {site} has the shape {value.shape} and the file {wanted}; "
+                    "give batches of the sizes that the file was written for, or export with shapes="
+                )
+        split = {site: np.split(value, times) if times > 1 else [value] for site, value in known.items()}
+        ends = [np.split(value, times) if times > 1 else [value] for value in outputs]
+        for at in range(times):
+            yield {site: parts[at] for site, parts in split.items()}, [parts[at] for parts in ends]
+
+    def report(self) -> Report:
+        """Return the rows and the verdict."""
+        held = [one.largest for one in self.tallies.values() if one.kind in ("weight", "bias", "constant")]
+        moving = [one for one in self.tallies.values() if one.kind not in ("weight", "bias", "constant")]
+        weights, activations = max(held, default=0.0), max((one.largest for one in moving), default=0.0)
+        xnnpack, worst = max(self.in_xnnpack.values(), default=0), self.noise.worst()
+        compared = sum(one.elements for one in moving)
+        rows = [
+            {**tally.row(site), **({"xnnpack_max_lsb": self.in_xnnpack[site]} if site in self.in_xnnpack else {})}
+            for site, tally in self.tallies.items()
+        ]
+        version = installed_package("importlib.metadata", "litert").version("ai-edge-litert")
+        summary = {
+            "weights_max_lsb": weights,
+            "activations_max_lsb": activations,
+            "xnnpack_max_lsb": xnnpack,
+            "predicted": self.predicted,
+            "differing_from_prediction": self.differing,
+            "sqnr_db": None if worst is None else worst[1],
+            "passed": weights == 0 and activations <= 1 and xnnpack <= 1 and not self.differing and compared > 0,
+        }
+        return Report(f"Parity with LiteRT {version}", rows, summary)

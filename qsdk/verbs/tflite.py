@@ -1,0 +1,44 @@
+"""`export(sim, "model.tflite", format="tflite")`, and its comparison with the sim."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto
+
+from onnx_backend.litert.check import check, opened
+from onnx_backend.litert.program import Program
+from onnx_backend.litert.write import fixed_sizes, write_tflite
+from onnx_backend.proto.inputs import with_shapes
+from qsdk.core.errors import ConfigError
+from qsdk.core.report import Report
+from qsdk.core.run_options import Run
+from qsdk.verbs.doors.choose import Door, Sim, door_of
+
+
+def is_tflite(model: Any) -> bool:
+    """Return whether a model is given as the path of a `.tflite` file."""
+    return isinstance(model, str | os.PathLike) and Path(model).suffix.lower() == ".tflite"
+
+
+def write_tflite_of(sim: Sim, model: ModelProto, path: str | os.PathLike[str], *, check: bool) -> Report:
+    """Write the Q/DQ model of a sim as a `.tflite` file, and with `check` compare it with the sim first."""
+    door = door_of(sim, Run(progress=False))
+
+    def compared(program: Program) -> Report:
+        sized = with_shapes(model, fixed_sizes(model), least=0)
+        return _compared(door, program, door.simulated_example(sized))
+
+    return write_tflite(model, path, compared if check else None)
+
+
+def check_tflite(door: Door, path: str | os.PathLike[str], data: Iterable[Any], runtime: str | None) -> Report:
+    """Compare a `.tflite` file with its sim; see `check_parity`."""
+    if runtime is not None:
+        raise ConfigError(f"runtime={runtime!r} does not read .tflite files; leave it out: LiteRT runs them")
+    return _compared(door, opened(Path(path)), door.simulated(data))
+
+
+def _compared(door: Door, program: Program, runs: Iterable[Any]) -> Report:
+    return check(program, runs, door.stored_at_sites(), door.sim.encodings)
