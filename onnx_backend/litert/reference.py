@@ -160,7 +160,8 @@ def _sum(sign: int) -> Callable[[_Call], Array]:
 
 def _mul(call: _Call) -> Array:
     product = (call.x[0] - call.grids[0].zero) * (call.x[1] - call.grids[1].zero)
-    return call.finish(fx.scaled(product, _multipliers(call)))
+    real = call.grids[0].scale * call.grids[1].scale / call.out.scale  # in float32, as its `Prepare` does
+    return call.finish(fx.scaled(product, real))
 
 
 def _requantize(call: _Call) -> Array:

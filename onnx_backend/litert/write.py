@@ -37,7 +37,7 @@ def write_tflite(
         ExportError: what the format cannot say, or a site of the file that is more than one step off.
     """
     program = convert(with_shapes(model, fixed_sizes(model), least=0))
-    makers = {number: op.type for op in program.ops for number in op.outputs}
+    makers = {number: op.type for op in program.ops for number in op.outputs} | dict.fromkeys(program.inputs, "input")
     compared = None if check is None else check(program)
     lsb: dict[str, Any] = {} if compared is None else {row["site"]: row["max_lsb"] for row in compared.rows}
     rows = []

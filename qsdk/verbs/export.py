@@ -291,7 +291,9 @@ class _Format:
 def _writer_of(name: str, asked: _Asked) -> _Format:
     """Return a format by its name; refuse options of another one."""
     if name not in _FORMATS:
-        raise ConfigError(f"format={name!r}; choose {' or '.join(map(repr, _FORMATS))}")
+        raise ConfigError(
+            f"format={name!r}; choose 'onnx', {' or '.join(repr(one) for one in _FORMATS if one != 'onnx')}"
+        )
     takes, given = _FORMATS[name].takes, asked.options
     other = [one for one in _OF_ONNX if one not in takes and given.get(one) != _USUAL.get(one)]
     if other:

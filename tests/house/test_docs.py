@@ -10,7 +10,7 @@ import pytest
 from pages import ROOT, blocks_of, difference, pages, refreshed, run_page
 
 RUN = {"python", "bash"}
-NEEDS = {"docs/guides/runtimes.md": ("openvino", "onnxruntime_qnn")}
+NEEDS = {"docs/guides/runtimes.md": ("openvino", "onnxruntime_qnn"), "docs/guides/litert.md": ("ai_edge_litert",)}
 RUNNING = [page for page in pages() if page != "README.md" and RUN & {block.language for block in blocks_of(page)}]
 
 
