@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, weights
 
 import qsdk
+from onnx_backend.profiling.kernels import precision_of
 from onnx_backend.runtimes import onnxruntime, openvino
 from qsdk import CalibrationError, ConfigError, DataError, FileFormatError, ModelError, OnnxSim, QuantSim
 from qsdk.demo.data import load
@@ -244,6 +245,21 @@ def test_wrong_options(demo: Demo, options: dict[str, Any], match: str):
     for model in (demo.files["qdq"], demo.sim):
         with pytest.raises(ConfigError, match=match):
             qsdk.analysis.profile(model, **{**FAST, **options})
+
+
+@pytest.mark.parametrize(
+    ("op_type", "reads", "makes", "from_codes", "precision"),
+    [
+        ("MatMulInteger", ["uint8", "int8"], ["int32"], False, "integer"),
+        ("Add", ["int32", "int32"], ["int32"], True, "integer"),
+        ("Add", ["int64", "int64"], ["int64"], False, "index"),
+        ("Add", ["float", "float"], ["float"], False, "float"),
+        ("Transpose", ["uint8"], ["uint8"], False, "integer"),
+        ("DequantizeLinear", ["uint8", "float"], ["float"], False, "conversion"),
+    ],
+)
+def test_a_kernel_computes_with_what_it_reads(op_type: str, reads: list[str], makes: list[str], from_codes, precision):
+    assert precision_of(op_type, reads, makes, from_codes=from_codes, in_integers=False) == precision
 
 
 def test_wrong_input(demo: Demo, tmp_path: Path):

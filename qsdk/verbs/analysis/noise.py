@@ -6,7 +6,7 @@ backward pass; where that is little work, all rows, and more backward passes.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from math import prod
 from typing import Any, Literal
 
@@ -144,9 +144,8 @@ def sampled(batches: Iterable[tuple[int, Any]], plan: Plan) -> Iterator[Sampled]
 
 def can_afford_each(batches: Iterable[Any], plan: Plan, layers: int) -> bool:
     """Return whether measuring so many layers one at a time, on all data, is a matter of seconds."""
-    work = 0
-    for count, batch in enumerate(batches, start=1):
-        work += layers * multiplications(plan, batch)
+    so_far = accumulate(layers * multiplications(plan, batch) for batch in batches)
+    for count, work in enumerate(so_far, start=1):
         if work > _AFFORDABLE[0] or layers * count > _AFFORDABLE[1]:
             return False
     return True

@@ -150,6 +150,17 @@ def test_a_refusal_names_the_node_the_reason_and_the_remedy(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_behind_a_refused_node_is_not_refused_too():
+    net, x = started((2, 3, 3))
+    refused = net.op("Det", x)
+    total = net.op("Add", refused, net.op("ReduceSum", x, net.const(np.array([1, 2])), keepdims=0))
+    net.output(net.qdq(total, *OUT), [2])
+    with pytest.raises(qsdk.IntegerError) as error:
+        converter.convert(stamped(net))
+    assert "Det 'node_det" in str(error.value)
+    assert "Add 'node_add" not in str(error.value)
+
+
 def test_the_places_of_a_pools_largest_values_have_no_integer_form():
     net, x = started((1, 2, 4, 4))
     pooled, places = net.op("MaxPool", x, outputs=2, kernel_shape=[2, 2])
