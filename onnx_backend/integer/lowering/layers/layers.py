@@ -101,13 +101,11 @@ def factor(ctx: LoweringContext, value: Value | None, what: str) -> Factor:
             for step in value.after:
                 name = move(ctx, step, name, _MOVED, name)
             return Factor(name, parts[0].scale, min(p.low for p in parts), max(p.high for p in parts))
-    line = _line(value) if isinstance(value, Lookup) else None
-    if not isinstance(value, Lookup) or line is None:
-        codes, encoding = require_codes(value, what)
-        line = (encoding.scale, encoding.zero_point, encoding.hi)
+    if isinstance(value, Lookup) and (line := _line(value)) is not None:
+        codes, (scale, zero, hi) = value.name, line
     else:
-        codes = value.name
-    scale, zero, hi = line
+        codes, encoding = require_codes(value, what)
+        scale, zero, hi = encoding.scale, encoding.zero_point, encoding.hi
     operands = [ctx.cast(codes, TensorProto.INT32), ctx.constant(zero, np.int32)]
     ends = (-zero, hi - zero) if scale > 0 else (zero - hi, zero)
     return Factor(ctx.node("Sub", operands if scale > 0 else operands[::-1]), abs(scale), *ends)
