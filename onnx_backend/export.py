@@ -18,6 +18,7 @@ from onnx_backend.lower import lower
 from onnx_backend.passes.adapter_inputs import take_adapters
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
 from onnx_backend.passes.static_sizes import leave_out_empty_inputs, propagate_static_sizes, with_stored_codes
+from onnx_backend.proto.companion import ENCODINGS_KEY, FILE_KEY, HASH_KEY, SUFFIX, encodings_path
 from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.inputs import noted_example, open_inputs, sizes_by_input, with_shapes
 from onnx_backend.proto.model_io import drop_properties, set_properties
@@ -36,7 +37,7 @@ from onnx_backend.runtimes.validate import require_readable
 from onnx_backend.workarounds.onnxruntime_barriers import needed_options
 from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.encodings import qsdk_format
-from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
+from qsdk.core.errors import CalibrationError, ConfigError, ExportError
 from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock
@@ -44,20 +45,13 @@ from qsdk.core.planning.plan import Plan, by_type, casts_of
 from qsdk.core.precision.advice import wide_containers
 from qsdk.core.report import Report
 
-ENCODINGS_KEY, HASH_KEY, FILE_KEY = "qsdk.encodings", "qsdk.encodings.sha256", "qsdk.encodings.file"
 #: scales of a weight in blocks from which on they are written once
 _MANY_SCALES = 256
-_SUFFIX = ".encodings.json"
 _OPSETS = range(LOWEST, 26)
 _IN_MEMORY = 1 << 24  # bytes of an encodings file
 T = TypeVar("T")
 #: input name -> all of its sizes, or the name of an open axis -> its size
 Shapes = Mapping[str, int | Sequence[int]]
-
-
-def encodings_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of the encodings of a model file: `model.onnx` -> `model.encodings.json`."""
-    return Path(path).with_suffix(_SUFFIX)
 
 
 def write_model(
@@ -109,7 +103,7 @@ def write_model(
     wanted = [cast("Shapes | None", shapes)] if parts is None else [*parts.values()]
     forms = [_form(m, own, runtime, integer_edges, parts) for m, own in zip(models.values(), wanted, strict=True)]
     base = Path(path) if parts is None else Path(path).with_suffix(".shared")
-    companion = encodings_path(path) if parts is None else base.with_name(f"{base.name}{_SUFFIX}")
+    companion = encodings_path(path) if parts is None else base.with_name(f"{base.name}{SUFFIX}")
     shared = companion.name if parts else ""
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
         named_onnx = Path(path).suffix == ".onnx"  # so that the model is found from its encodings
@@ -312,23 +306,6 @@ def _blocked_in_nodes(plan: Plan, lowered: ModelProto) -> frozenset[str]:
             if math.prod(sizes) > _MANY_SCALES * by.size:
                 result.add(site)
     return frozenset(result)
-
-
-def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
-    """Refuse a model whose encodings file beside it is another one's; a missing file is no error."""
-    recorded = metadata(model).get(HASH_KEY)
-    companion = Path(path).with_name(metadata(model).get(FILE_KEY) or encodings_path(path).name)
-    if recorded is None or not companion.exists():
-        return
-    if not companion.is_file():  # a pipe would be waited for
-        raise FileFormatError(f"{companion} is no ordinary file, so it does not belong to {path}; delete it")
-    with companion.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != recorded:
-        raise FileFormatError(
-            f"{companion} does not belong to {path}: an export was interrupted or one file was replaced; export again, "
-            "or delete the encodings file (the model holds its own copy)"
-        )
 
 
 def without_uncalibrated(plan: Plan, ready: Mapping[str, bool], uncalibrated: Literal["error", "float"]) -> Plan:

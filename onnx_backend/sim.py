@@ -19,17 +19,14 @@ from onnx_backend.opening.encodings_of_file import adopted_plan, float_in_file, 
 from onnx_backend.opening.from_float import Notes, OpenedFloat, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.opening.read_graph import inline_functions, read_graph
-from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
-from onnx_backend.parity.teacher import RunOn
-from onnx_backend.parity.written import ExpectedModel
 from onnx_backend.proto.external_data import FLOATS, files_read, float_array, is_reference, reference
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
-from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
 from onnx_backend.runtime.session import RepeatedSession
 from qsdk.core.config.config import QuantConfig
@@ -410,25 +407,6 @@ class OnnxSim(StatefulSim):
     def stored_values(self) -> LazyArrays:
         """Return site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
         return simulated_tensors(self._marked, self.plan, self.encodings)
-
-    def simulated(self, data: Iterable[Any], *, progress: bool) -> Iterator[parity.Run]:
-        """Yield values by site, inputs by name, and the outputs, of each batch."""
-        for _, batch in batches_of(data, "parity", progress, skip_empty=False):
-            yield self.capture(batch), self.run(batch)
-
-    def check_parity(
-        self, model: ModelProto, data: Iterable[Any], *, progress: bool = True, runtime: str | None = None
-    ) -> Report:
-        """Compare an exported model with this sim, site by site, each fed with the sim's own input.
-
-        Raises:
-            CalibrationError: sites have no encoding.
-            DataError: no data, or data the model does not take.
-        """
-        runs = self.simulated(data, progress=progress)
-        expected = ExpectedModel(self.traced(), self.plan, self.encodings, self.opened)
-        on = RunOn(self.providers, runtime)
-        return parity.check(model, runs, self.stored_values(), self.encodings, expected, on)
 
     def run_on(self, providers: Providers) -> None:
         """Run everything from now on (simulation, data passes, walks, parity) on these execution providers."""

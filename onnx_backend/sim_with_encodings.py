@@ -8,7 +8,6 @@ from typing import Any
 
 from onnx import ModelProto, numpy_helper
 
-from onnx_backend.export import require_companion
 from onnx_backend.lower import insert
 from onnx_backend.opening.encodings_of_file import with_flags, without_origin
 from onnx_backend.opening.from_float import (
@@ -22,6 +21,7 @@ from onnx_backend.opening.lost_activations import put_back_activations, sites_of
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.passes.fold_batch_norm import may_fold
+from onnx_backend.proto.companion import require_companion
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.lazy_tensors import fake_quantize

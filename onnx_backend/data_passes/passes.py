@@ -20,8 +20,7 @@ from onnx_backend.qdq.read import FLOAT_CODES
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import bounded_session, simulation_session
 from onnx_backend.sim import OnnxSim
-from qsdk.core.channel_maps.scalings import as_relu, clips_at_six
-from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph import Graph, as_relu, clips_at_six
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.plan import Plan
 

@@ -13,7 +13,6 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto, helper, inliner
 
-from onnx_backend.export import ENCODINGS_KEY
 from onnx_backend.integer.codegen.expand import expand, live
 from onnx_backend.integer.codegen.runtime import CONTRIB, KernelChoice
 from onnx_backend.integer.exact_products import products_saturate
@@ -26,6 +25,7 @@ from onnx_backend.integer.lowering.walk import QDQ, Islands, Refusal, origin, or
 from onnx_backend.integer.portable.handlers import HANDLERS
 from onnx_backend.integer.portable.rewrite import evaluable, proven_bounds, rewritten
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
+from onnx_backend.proto.companion import ENCODINGS_KEY
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from onnx import ModelProto, NodeProto
 
-from onnx_backend.export import ENCODINGS_KEY, FILE_KEY, HASH_KEY
 from onnx_backend.opening.read_graph import with_sites
+from onnx_backend.proto.companion import ENCODINGS_KEY, FILE_KEY, HASH_KEY
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.nodes import metadata

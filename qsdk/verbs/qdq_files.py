@@ -10,12 +10,12 @@ from pathlib import Path
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.export import HASH_KEY, encodings_path, require_companion
 from onnx_backend.opening.encodings_of_file import stored_encodings
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.passes.canonicalize import densify
 from onnx_backend.profiling.speed import slow_parts
 from onnx_backend.proto import model_io
+from onnx_backend.proto.companion import HASH_KEY, encodings_path, require_companion
 from onnx_backend.proto.external_data import require_no_external_data
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq import read

@@ -12,9 +12,7 @@ from qsdk.core.channel_maps.scale_groups import ScaleGroup, find_scale_groups
 from qsdk.core.channel_maps.scalings import (
     FloatArray,
     Scalings,
-    as_relu,
     blocked_row,
-    clips_at_six,
     obstacle,
     row,
     specs_of,
@@ -30,7 +28,7 @@ from qsdk.core.channel_maps.search import (
     search_smooth_quant,
 )
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph import Graph, as_relu, clips_at_six
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, Run, run_of
 from qsdk.core.sims.biases import without_shifts

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from qsdk.core.channel_maps.scalings import as_relu, clips_at_six
-from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph import Graph, as_relu, clips_at_six
 from qsdk.core.site import owner_of, without_calls
 from torch_bridge.torch_values.parameters import is_cell
 

@@ -1,7 +1,7 @@
 """The neutral graph that planning reads: ops and tensors, built by both sides. Names are labels; identity is an id."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -170,3 +170,23 @@ class Graph:
         """Return the value of a one-element constant, or None."""
         result = self.value(tensor)
         return None if result is None or np.size(result) != 1 else float(np.reshape(result, ()))
+
+
+# --- ReLU6 cuts every channel at the same value, so factors do not pass it as they pass a ReLU ------------------------
+
+
+def clips_at_six(graph: Graph) -> dict[str, int]:
+    """Return, by the site of its result, the id of the op of each Clip from 0 to 6."""
+    result = {}
+    for index, op in enumerate(graph.ops):
+        site = graph.tensors[op.outputs[0]].site if op.outputs else None
+        if op.type == "Clip" and [graph.scalar(bound) for bound in op.inputs[1:]] == [0.0, 6.0] and site is not None:
+            result[site] = index
+    return result
+
+
+def as_relu(graph: Graph, sites: Container[str]) -> Graph:
+    """Return the graph with a Relu in place of each Clip whose result has one of these sites."""
+    clips = {op for site, op in clips_at_six(graph).items() if site in sites}
+    ops = [replace(op, type="Relu", inputs=op.inputs[:1]) if i in clips else op for i, op in enumerate(graph.ops)]
+    return replace(graph, ops=ops)

@@ -14,17 +14,18 @@ from torch import Tensor
 from onnx_backend.data_passes import passes
 from onnx_backend.data_passes.written_file import ExampleRun
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.parity.parity import Run as SimulatedRun
+from onnx_backend.parity import parity
+from onnx_backend.parity.teacher import RunOn
+from onnx_backend.parity.written import ExpectedModel
 from onnx_backend.proto.inputs import noted_example, with_shapes
-from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, random_feeds
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, random_feeds
 from onnx_backend.runtime.providers import CPU_ONLY
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
 from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize, run_graph, unsupported_ops
-from qsdk.core.channel_maps.scalings import clips_at_six
 from qsdk.core.errors import ConfigError, QsdkError
-from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph import Graph, clips_at_six
 from qsdk.core.layers.layer_problem import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.statistics import Together
@@ -142,15 +143,19 @@ class OnnxDoor:
 
     def check_parity(self, model: ModelProto, data: Iterable[Any], runtime: str | None) -> Report:
         """Compare in a session of the sim per batch."""
-        return self.sim.check_parity(model, data, progress=self.run.progress, runtime=runtime)
+        sim, runs = self.sim, self.simulated(data)
+        expected = ExpectedModel(sim.traced(), sim.plan, sim.encodings, sim.opened)
+        return parity.check(model, runs, sim.stored_values(), sim.encodings, expected, RunOn(sim.providers, runtime))
 
-    def simulated(self, data: Iterable[Any]) -> Iterator[SimulatedRun]:
+    def simulated(self, data: Iterable[Any]) -> Iterator[parity.Run]:
         """Yield values by site, inputs by name, and the outputs, of each batch."""
-        return self.sim.simulated(data, progress=self.run.progress)
+        for _, batch in batches_of(data, "parity", self.run.progress, skip_empty=False):
+            yield self.sim.capture(batch), self.sim.run(batch)
 
-    def simulated_example(self, model: ModelProto) -> Iterator[SimulatedRun]:
+    def simulated_example(self, model: ModelProto) -> Iterator[parity.Run]:
         """Yield the same of random values, of the sizes that a file has."""
-        return self.sim.simulated([next(random_feeds(model), {})], progress=False)
+        feeds = next(random_feeds(model), {})
+        yield self.sim.capture(feeds), self.sim.run(feeds)
 
     def stored_at_sites(self) -> Mapping[str, Array]:
         """Return the fake-quantized weights and biases by site."""

@@ -11,7 +11,7 @@ from onnx_backend.parity.cuts import cut_model, find_cuts
 from onnx_backend.parity.parity import check
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from qsdk import DataError, Encoding, quantize, w4a8, w4a16, w8a8, w8a16
+from qsdk import DataError, Encoding, check_parity, quantize, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.comparing.tally import float_lsb
 
 RNG = np.random.default_rng(3)
@@ -247,7 +247,7 @@ def test_a_convnet_matches_at_every_site():
     sim = quantize(convnet(), None, w8a8())
     images = [RNG.normal(size=(4, 3, 8, 8)).astype(np.float32) for _ in range(2)]
     sim.calibrate(images, progress=False)
-    report = sim.check_parity(sim.qdq_model(), images, progress=False)
+    report = check_parity(sim, sim.qdq_model(), images, progress=False)
     assert report.summary["passed"]
     assert report.summary["sqnr_db"] == np.inf
 

@@ -198,7 +198,7 @@ def test_an_export_over_the_file_that_the_sim_reads(sim, exported):
     assert again.files_read() == {data_of(exported)}
     wanted = again.run(X[0])[0]
     qsdk.export(again, exported, external_data=True)  # the same data: whoever reads it goes on
-    assert again.check_parity(load(exported), X, progress=False).summary["passed"]
+    assert qsdk.check_parity(again, load(exported), X, progress=False).summary["passed"]
     old = data_of(exported)
     again.set_encoding("mm0:weight", halved(again.encodings["mm0:weight"]))
     assert again.files_read() == set()  # it simulates anew from its own weights

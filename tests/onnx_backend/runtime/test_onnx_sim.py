@@ -84,7 +84,7 @@ def test_coverage_and_explain_speak_of_every_site():
 def test_a_grouped_transposed_convolution_matches_its_export():
     sim = calibrated(model=convnet(), data=IMAGES)
     assert "deconv:weight" in sim.encodings
-    report = sim.check_parity(sim.qdq_model(), IMAGES, progress=False)
+    report = qsdk.check_parity(sim, sim.qdq_model(), IMAGES, progress=False)
     assert report.summary["passed"], report
 
 
@@ -174,7 +174,7 @@ def test_an_exported_file_opens_again(tmp_path, config):
     for left, right in zip(back.run(IMAGES[0]), sim.run(IMAGES[0]), strict=True):
         np.testing.assert_array_equal(left, right)
     again = back.qdq_model()
-    assert back.check_parity(again, IMAGES, progress=False).summary["passed"]
+    assert qsdk.check_parity(back, again, IMAGES, progress=False).summary["passed"]
     for left, right in zip(run(again, {"x": IMAGES[0]}), run(sim.qdq_model(), {"x": IMAGES[0]}), strict=True):
         np.testing.assert_array_equal(left, right)
     kinds = {row["site"]: row["kind"] for row in sim.coverage().rows if row["dtype"] != "float32"}
