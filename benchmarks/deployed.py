@@ -5,9 +5,9 @@ its default level. `stock` is the faster of `onnxruntime.quantization.quantize_s
 the same float file, with and without its own preprocessing; `ours` is the twenty lines of the README (`w8a8`,
 `min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`, `vnni` that for such processors; `integer` is
 `to_integer(target="onnxruntime")` of ours. `--kinds dynamic` measures `dynamic_activations=True` for ONNX Runtime
-beside `quantize_dynamic` (`theirs`) instead. Times are ratios of the shortest of many interleaved runs to the float
-file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and
-`--threads 1 2` choose what is measured.
+beside `quantize_dynamic` (`theirs`) instead, and `weights` weights alone. Times are ratios of the shortest of many
+interleaved runs to the float file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names,
+`--batches 1 8` and `--threads 1 2` choose what is measured.
 """
 
 import argparse
@@ -46,6 +46,7 @@ DYNAMIC = "dynamic"  # beside `theirs`, of quantize_dynamic
 ALL_CONFIGS = {
     **CONFIGS,
     DYNAMIC: qsdk.QuantConfig(dynamic_activations=True).for_dialect("onnxruntime", processor="vnni"),
+    "weights": qsdk.weight_only("int8", compute="float32"),  # the noise of weights alone
 }
 
 
