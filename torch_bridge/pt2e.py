@@ -2,8 +2,9 @@
 
 import json
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from qsdk.core.site import owner_of, port_of
 from torch_bridge.calibrate import stored_values
 from torch_bridge.data_passes import captures
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.parameters import to_numpy
+from torch_bridge.torch_values.parameters import to_numpy, to_torch_order
 from torch_bridge.torch_values.pytree import argument_leaves
 from torch_bridge.tracing.trace import Captured, capture_marked
 from torch_bridge.workarounds.decomposed_ops import (
@@ -39,6 +40,13 @@ from torch_bridge.workarounds.decomposed_ops import (
 SITES = "qsdk.sites.json"
 _DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_CHANNELS)
 _TYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+_ATEN = torch.ops.aten
+_RECURRENT: Mapping[str, Any] = {
+    "LSTM": _ATEN.lstm.input,
+    "GRU": _ATEN.gru.input,
+    "RNN_TANH": _ATEN.rnn_tanh.input,
+    "RNN_RELU": _ATEN.rnn_relu.input,
+}
 _INTO = "model."  # what tracing puts in front of the paths of the model
 Array = npt.NDArray[Any]
 
@@ -116,6 +124,8 @@ class ProgramBuilder:
         self._root = nn.Module()
         self._made: dict[str, fx.Node] = {}
         self._sites: dict[fx.Node, str] = {}
+        self._read_at: dict[fx.Node, str] = {}
+        self._own: set[fx.Node] = set()
         self.rows: list[dict[str, Any]] = []
         self.order: list[str] = []
 
@@ -125,7 +135,10 @@ class ProgramBuilder:
         for node in list(graph.nodes):
             if node.op == "call_function" and str(node.target).startswith("onnx_symbolic."):
                 with graph.inserting_before(node):
-                    node.replace_all_uses_with(self._in_place_of(graph, node))
+                    if "multi_out" in str(node.target):
+                        self._put_recurrent_layer(graph, node)
+                    else:
+                        node.replace_all_uses_with(self._in_place_of(graph, node))
                 graph.erase_node(node)
         self._set_edges(graph)
         for node in reversed(graph.nodes):
@@ -136,6 +149,7 @@ class ProgramBuilder:
                 node.target = torch.ops.aten.reshape.default
             if node.op == "get_attr":
                 self._keep(node)
+        _drop_unread(self._root, {str(node.target) for node in graph.nodes if node.op == "get_attr"})
         self._give_each_reader_its_own(graph)
         module = fx.GraphModule(self._root, graph)
         given = [x.clone() for x in _tensors(self._sim)]
@@ -164,7 +178,61 @@ class ProgramBuilder:
         decision = self._plan.decisions.get(site)
         if decision is None:
             return x  # type: ignore[return-value]
-        return self._of_site(graph, decision, x, node.meta["val"].dtype)  # type: ignore[arg-type]
+        made = self._of_site(graph, decision, x, node.meta["val"].dtype)  # type: ignore[arg-type]
+        self._read_at[made] = site
+        return made
+
+    def _put_recurrent_layer(self, graph: fx.Graph, node: fx.Node) -> None:
+        """Put torch's op of a recurrent layer in the place of ONNX's, with float weights that lie on their grids.
+
+        Backends compute it in floats, and multiply there by stored weights alone.
+        """
+        inputs: Any = node.args[0]
+        (x, w, r, biases, _, *states), op_type = inputs, str(node.args[1])
+        owner, _, layer = _attribute(self._read_at[w]).rpartition("weight_ih")
+        stored: dict[str, Tensor] = {}
+        mode = f"RNN_{node.kwargs['attr_strs'][-1]}".upper() if op_type == "RNN" else op_type  # type: ignore[index]
+        weights, recurrent = self._value(w), self._value(r)
+        added = None if biases is None else self._value(biases)
+        for direction, suffix in zip(range(len(weights)), ("", "_reverse"), strict=False):
+            parts = {"weight_ih": weights[direction], "weight_hh": recurrent[direction]}
+            if added is not None:
+                parts |= dict(zip(("bias_ih", "bias_hh"), added[direction].chunk(2), strict=True))
+            stored |= {f"{owner}{port}{layer}{suffix}": to_torch_order(x.float(), mode) for port, x in parts.items()}
+        flat = [self._buffer(graph, name, part) for name, part in stored.items()]
+        half = node.meta["val"][0].dtype
+        given = [self._cast(graph, part, half, torch.float32) for part in (x, *states)]
+        options = (added is not None, 1, 0.0, False, len(weights) == 2, False)
+        made = graph.call_function(
+            _RECURRENT[mode], (given[0], given[1:] if mode == "LSTM" else given[1], flat, *options)
+        )
+        for user in list(node.users):
+            place = int(user.args[1])  # type: ignore[arg-type]
+            part = self._cast(graph, graph.call_function(operator.getitem, (made, place)), torch.float32, half)
+            if place == 0:  # [T, N, directions * H] to [T, directions, N, H]
+                part = graph.call_function(_ATEN.unflatten.int, (part, -1, [len(weights), recurrent.shape[-1]]))
+                part = graph.call_function(_ATEN.permute.default, (part, [0, 2, 1, 3]))
+            user.replace_all_uses_with(part)
+            graph.erase_node(user)
+        for row in self.rows:
+            if row["site"] in {self._read_at[w], self._read_at[r]} and row["form"].endswith("dequantize"):
+                row["form"] = f"float values on the grid of {row['dtype']}"
+
+    @staticmethod
+    def _cast(graph: fx.Graph, x: fx.Node, before: torch.dtype, dtype: torch.dtype) -> fx.Node:
+        return x if before == dtype else graph.call_function(_ATEN.to.dtype, (x, dtype))
+
+    def _value(self, node: Any) -> Tensor:
+        """Return the value of a node that depends on stored tensors alone."""
+        if node.op == "get_attr":
+            value = _held(self._root if node in self._own else self._module, str(node.target))
+            assert value is not None
+            return value.detach()
+        if node.op != "call_function":
+            raise ExportError("format='pt2e' has no form for a recurrent layer whose weights are computed from inputs")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+        result: Tensor = node.target(*args, **kwargs)
+        return result
 
     def _of_site(self, graph: fx.Graph, decision: Decision, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         encoding, spec = self._encodings.get(decision.site), decision.spec
@@ -266,12 +334,14 @@ class ProgramBuilder:
 
     def _buffer(self, graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
         _register(self._root, name, value.contiguous())
-        return graph.create_node("get_attr", name)  # `get_attr` of the graph warns until its module has it
+        node = graph.create_node("get_attr", name)  # `get_attr` of the graph warns until its module has it
+        self._own.add(node)
+        return node
 
     def _keep(self, node: fx.Node) -> None:
         """Keep a tensor of the model that the program reads in float, under its own name."""
         name = str(node.target)
-        if _held(self._root, name) is not None:
+        if node in self._own:
             return
         value = _held(self._module, name)
         assert value is not None
@@ -303,6 +373,12 @@ def _register(root: nn.Module, name: str, value: Tensor) -> None:
             root.add_module(owner, nn.Module())
         root = root.get_submodule(owner)
     root.register_buffer(leaf, value)
+
+
+def _drop_unread(root: nn.Module, names: Set[str]) -> None:
+    for name in [name for name, _ in root.named_buffers(remove_duplicate=False) if name not in names]:
+        owner, _, leaf = name.rpartition(".")
+        delattr(root.get_submodule(owner), leaf)
 
 
 def _held(root: nn.Module, name: str) -> Tensor | None:

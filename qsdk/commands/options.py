@@ -332,9 +332,10 @@ def add_quantize(commands: Any) -> None:
     model  a float ONNX file; FILE.py:function, which returns a PyTorch module, or (module, example); or the folder of a
         Hugging Face checkpoint
     out  the Q/DQ file to write; its encodings stand beside it. A folder for a checkpoint
-    --format {onnx,compressed-tensors,genai,gguf,tflite}  compressed-tensors: a folder for vLLM and transformers, of the
-        linear layers of a PyTorch model; gguf: a file for llama.cpp, of a causal language model;
-        tflite: a file for LiteRT, of either"""
+    --format {onnx,compressed-tensors,genai,gguf,pt2e,tflite}  compressed-tensors: a folder for vLLM and transformers,
+        of the linear layers of a PyTorch model; gguf: a file for llama.cpp, of a causal language model; pt2e: a program
+        of torch.export for ExecuTorch, of a PyTorch model (--dialect xnnpack: what its kernels take); tflite: a file
+        for LiteRT, of either"""
     add_options(quantize, rows, format="onnx")
     add_data(quantize, required=False)
     rows = f"""

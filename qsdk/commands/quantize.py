@@ -96,7 +96,7 @@ def _is_of_onnx(options: Namespace) -> bool:
 
 def _dialect_of(options: Namespace) -> str | None:
     """Return the dialect that the config is made for: a format's own, but for files that have several readers."""
-    own = {"onnx": options.dialect, "tflite": options.dialect or "litert"}
+    own = {"onnx": options.dialect, "pt2e": options.dialect, "tflite": options.dialect or "litert"}
     found: str | None = own.get(options.format, options.format)
     return found
 
@@ -206,6 +206,8 @@ def quantize_folder(options: Namespace) -> int:
             f"--{given[0].replace('_', '-')} is not for a checkpoint folder; leave it out, or write a function that "
             "reads the model: FILE.py:function"
         )
+    if options.format == "pt2e":
+        raise ConfigError("--format pt2e is for a PyTorch module; write a function that reads it, FILE.py:function")
     more_of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
     config = config_of(options.config, options.override, options.skip, **more_of_preset)
     dialect = _dialect_of(options)

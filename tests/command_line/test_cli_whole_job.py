@@ -487,3 +487,18 @@ def test_a_folder_for_servers_of_language_models(home: Path, tmp_path: Path, cap
     (tmp_path / "file").write_text("mine")
     assert main(["quantize", model, str(tmp_path / "file"), *common]) == 2
     assert "is a file, and --format compressed-tensors writes a folder" in capsys.readouterr().err
+
+
+def test_a_module_becomes_a_program_for_executorch(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, out = f"{home / 'mine.py'}:make_with_example", tmp_path / "model.pt2"
+    common = ["--format", "pt2e", "--dialect", "xnnpack", "--random", "4", "--json"]
+    assert main(["quantize", model, str(out), *common]) == 0
+    facts = json.loads(capsys.readouterr().out)["summary"]
+    assert (facts["weights_max_lsb"], facts["bytes"]) == (0, out.stat().st_size)
+    sites = [node for node in torch.export.load(out).graph.nodes if "quantize_per_tensor" in str(node.target)]
+    assert sites
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    for given in (home / "float.onnx", tmp_path / "folder"):
+        assert main(["quantize", str(given), str(tmp_path / "other.pt2"), *common]) == 2
+        assert "--format pt2e is for a PyTorch module" in capsys.readouterr().err

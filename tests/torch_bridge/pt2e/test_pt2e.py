@@ -148,10 +148,47 @@ def test_what_the_ops_cannot_say_is_refused_by_name_and_leaves_the_old_file(conf
     assert (tmp_path / "m.pt2").read_text() == "old"
 
 
-def test_an_lstm_an_onnx_sim_and_options_of_onnx_are_refused(tmp_path: Path):
-    sim = calibrated(nn.LSTM(4, 4, batch_first=True), seeded(2, 3, 4), w8a8())
-    with pytest.raises(ExportError, match="no form for the op LSTM"):
-        export(sim, tmp_path / "m.pt2", format="pt2e")
+class Recurrent(nn.Module):
+    """A recurrent layer, its last states and a classifier."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer, width = kind(6, 8, batch_first=True, **options), 16 if options.get("bidirectional") else 8
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps, last = self.layer(x)
+        return self.head(steps), last[1] if isinstance(last, tuple) else last
+
+
+RECURRENT: dict[str, Any] = {
+    "lstm": lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN, nonlinearity="relu", bias=False),
+}
+
+
+@pytest.mark.parametrize("weight", ["int8", "float32"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_recurrent_layer_is_torchs_own_op_with_its_weights_on_their_grids(kind: str, weight: str, tmp_path: Path):
+    module, x = RECURRENT[kind]().eval(), seeded(3, 5, 6)
+    sim = calibrated(module, x, w8a8().override("layer", weight=weight))
+    rows = {row["site"]: row["form"] for row in export(sim, tmp_path / "m.pt2", format="pt2e").rows}
+    program = torch.export.load(tmp_path / "m.pt2")
+    held = {name for name in program.state_dict if name.startswith("layer.")}
+    assert held == {f"layer.{name}" for name, _ in module.layer.named_parameters()}
+    wanted = "float values on the grid of int8" if weight == "int8" else "float"
+    assert rows["layer:weight_ih_l0"] == rows["layer:weight_hh_l0"] == wanted
+    first, own = program.state_dict["layer.weight_ih_l0"], module.layer.weight_ih_l0.detach()
+    scale = float(sim.encodings["layer:weight_ih_l0"].scale.max()) if weight == "int8" else 0.0
+    assert float((first - own).abs().max()) <= scale / 2 * 1.0001
+    assert torch.equal(first, own) == (weight == "float32")
+    twice = torch.cat([x, x.flip(-1)])
+    for got, expected in zip(program.module()(twice), sim(twice), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_an_onnx_sim_and_options_of_onnx_are_refused(tmp_path: Path):
     linear = calibrated(nn.Linear(4, 4), seeded(2, 4), w8a8())
     export(linear, tmp_path / "m.onnx")
     with pytest.raises(ExportError, match="pt2e holds modules of PyTorch"):
