@@ -26,6 +26,7 @@ class Hardware:
         second_operand: the condition on a computed second operand of MatMul: none; symmetric; symmetric and 8 bits; or,
             if it has 16 bits, symmetric beside a first operand of 16 bits.
         only_kernels: activations of 8 bits are quantized only where an integer kernel reads or writes them.
+        one_table: an embedding that is an output layer too is stored once, in the blocks of that layer.
     """
 
     as_output: frozenset[str] = frozenset({"GroupNormalization", "InstanceNormalization", "RMSNormalization"})
@@ -33,6 +34,7 @@ class Hardware:
     widest_norm_weight: int | None = None
     second_operand: Literal["free", "symmetric", "8 bits", "16 beside 16"] = "free"
     only_kernels: bool = False
+    one_table: bool = False
 
 
 #: the constraints of a config that names no target
@@ -47,6 +49,7 @@ HARDWARE = MappingProxyType(
     # around an op that ONNX Runtime computes in floats, a pair only takes time
     | {"qnn": Hardware(frozenset(), frozenset(), second_operand="symmetric")}
     | {"onnxruntime": Hardware(frozenset(), frozenset(), only_kernels=True)}
+    | {"genai": Hardware(frozenset(), frozenset(), one_table=True)}
 )
 
 
@@ -63,6 +66,12 @@ def only_kernels(config: QuantConfig) -> bool:
     """Return whether activations of 8 bits are quantized only where an integer kernel reads or writes them."""
     target = _target_of(config)
     return target is not None and target.only_kernels
+
+
+def has_one_table(config: QuantConfig) -> bool:
+    """Return whether an embedding that is an output layer too is stored once, in the blocks of that layer."""
+    target = _target_of(config)
+    return target is not None and target.one_table
 
 
 def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:

@@ -22,7 +22,7 @@ from qsdk.core.numerics.spec import (
     whole_blocks,
 )
 from qsdk.core.planning.context import PlanningContext
-from qsdk.core.planning.hardware import only_kernels
+from qsdk.core.planning.hardware import has_one_table, only_kernels
 from qsdk.core.planning.operands import StoredOperand, is_scalar
 from qsdk.core.planning.placement import NO_KERNEL, NOT_OF_TARGET, has_kernel
 from qsdk.core.planning.plan import Decision
@@ -140,7 +140,8 @@ def _stored(
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, decisions)
     wide = _keeps_8_bits(role, wanted, named=choice.is_named("weight"))
     bare = replace(bare, rule=choice.decided_by(*(name for name in _WEIGHT_CHOICES if not (wide and name == "weight"))))
-    if role == "embedding" and choice.is_named("block_size") and len(facts.shape or ()) == 2:
+    in_blocks = choice.is_named("block_size") or (has_one_table(context.config) and _is_layer(context, operand.root))
+    if role == "embedding" and in_blocks and len(facts.shape or ()) == 2:
         operand = replace(operand, input_axis=1)  # rows in blocks, as an output layer that shares the table reads them
     spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and role == "embedding" and wanted.symmetric_weights is None and not choice.is_named("weight"):
@@ -154,6 +155,11 @@ def _stored(
         return replace(bare, reason=NO_KERNEL)
     kept = f"; 8 bits: {wanted.weight} is for weights of layers, unless a rule names this one" if wide else ""
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role + kept)
+
+
+def _is_layer(context: PlanningContext, root: int) -> bool:
+    """Return whether a linear layer multiplies with a stored tensor."""
+    return any(context.is_linear(op, operand) for op, operand in context.readers[root])
 
 
 def _has_no_kernel(context: PlanningContext, op: int, role: Role, activations: Mapping[int, Decision]) -> bool:

@@ -1,5 +1,7 @@
 """Layers whose weights alone are quantized, and which round their input to int8 as the runtime's kernel does."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -17,6 +19,7 @@ from qsdk import ConfigError, ExportError, QuantConfig, w8a8, weight_only
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
+from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec
 from torch_bridge.quantizers.quantizer import fake_quantize_blocks
 from torch_bridge.walk.layer_walk import walk_layers as module_walk
 
@@ -261,6 +264,21 @@ def test_an_output_layer_that_is_an_embedding_rounds_its_input_and_the_look_up_d
     again = qsdk.quantize(tmp_path / "m.onnx", None)
     np.testing.assert_allclose(again.run(ids.numpy())[0], wanted, atol=1e-5 * np.abs(wanted).max())
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", [ids], progress=False).summary["passed"]
+
+
+def test_the_dialect_genai_puts_a_table_that_is_an_output_layer_in_that_layers_blocks():
+    torch.manual_seed(1)
+    shared, apart = Tied().eval(), Tied().eval()
+    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
+    config = replace(weight_only("int4", block_size=16).for_dialect("genai"), kv_cache=None)
+    plans = [qsdk.quantize(model, torch.zeros(1, 3, dtype=torch.long), config).plan for model in (shared, apart)]
+    found = [[str(plan.decisions[f"{name}:weight"].spec) for name in ("table", "head")] for plan in plans]
+    assert found[0][0] == found[0][1] == str(Spec(qsdk.int8, PerBlock(1, 16)))
+    assert found[1] == [str(Spec(qsdk.int8, PerTensor())), str(Spec(qsdk.int4, PerBlock(1, 16)))]
+    chosen = config.override("table", weight="int4", block_size=16)
+    plan = qsdk.quantize(shared, torch.zeros(1, 3, dtype=torch.long), chosen).plan
+    assert plan.decisions["head:weight"].spec == Spec(qsdk.int4, PerBlock(1, 16))
+    assert plan.decisions["head:weight"].input_block == 16
 
 
 def test_solvers_see_the_inputs_that_the_kernel_multiplies():

@@ -1,0 +1,27 @@
+"""Folders for onnxruntime-genai: what they hold, and the tokens that runtime and simulation go on with."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import onnx
+import torch
+from torch import nn
+
+from onnx_backend.genai.check import generate
+
+
+def nodes(folder: Path) -> Counter[str]:
+    """Return how many nodes of each type the model of a folder has."""
+    return Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
+
+
+def text(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that onnxruntime-genai goes on with, from the files of a folder alone."""
+    config = json.loads((folder / "genai_config.json").read_text())
+    return generate(folder / "model.onnx", config, prompt, count)[0].tolist()
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that `generate` of transformers goes on with."""
+    return model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()
