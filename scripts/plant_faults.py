@@ -379,11 +379,12 @@ def in_new_process(names: list[str], seconds: float) -> str | None:
     return None if not done.returncode or not names else (*failed, "the process ended")[0]
 
 
-def work(numbered: list[Job], out: Path) -> None:
-    """Judge faults one after the other in a copy of the tree, a line of `out` for each."""
+def work(numbered: list[Job], commit: str, out: Path) -> None:
+    """Judge faults one after the other in a copy of the tree at a commit, a line of `out` for each."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve() / "qsdk"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(tree)], check=True)
+        subprocess.run(["git", "-C", str(tree), "checkout", "-q", commit], check=True)
         os.chdir(tree)
         sys.path.insert(0, str(tree))
         os.environ["PYTHONPATH"] = str(tree)
@@ -433,7 +434,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults.jsonl")
     options = parser.parse_args()
-    now = by_text(sources_at("HEAD"))
+    commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True).strip()
+    now = by_text(sources_at(commit))
     planted = drawn(options.faults, options.seed, options.under, options.drawn_at, now)
     tests = tests_by_function(options.calls)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -463,7 +465,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CI"] = "1"  # hypothesis draws the same examples every time
     fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=work, args=(jobs[k :: options.jobs], options.out)) for k in range(options.jobs)]
+    shares = [jobs[k :: options.jobs] for k in range(options.jobs)]
+    workers = [fork.Process(target=work, args=(share, commit, options.out)) for share in shares if share]
     for worker in workers:
         worker.start()
     for worker in workers:
