@@ -476,7 +476,7 @@ def main() -> None:
         if row["killer"] is None:
             change = f"`{row['old']}` -> `{row['new']}`"
             print(f"{row['file']}:{row['line']} {row['name']}: {change} ({row['tests']} tests)", file=sys.stderr)
-    uncalled = sum(row["tests"] == 0 for row in result.values())
+    uncalled = sum((fault.file, fault.function) not in tests for fault in planted.values())
     killed = sum(row["killer"] is not None for row in result.values())
     counts = {"faults": len(result), "killed": killed, "called_by_no_test": uncalled, "candidates": len(now)}
     print(json.dumps(counts))
