@@ -1,7 +1,7 @@
 """The progress of long verbs: a bar in a terminal or a notebook, lines in a log; and the numbers beside it."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from tqdm.std import tqdm as in_text
 
 from qsdk.core.callbacks import log
+from qsdk.core.errors import DataError
 
 if find_spec("ipywidgets") is None:  # in a notebook without it, tqdm.auto warns and draws in text all the same
     tqdm: Any = in_text
@@ -92,6 +93,34 @@ def progress_of(verb: str, total: int, *, show: bool, unit: str = "layer") -> It
 def over_batches(data: Iterable[Any], title: str, show: bool) -> Iterator[Any]:
     """Yield batches behind a bar, which tells the time left where the data know or guess how many there are."""
     yield from bar(data, title, _count(data), disable=not show, leave=False, unit="batch")
+
+
+def numbered_batches(
+    data: Iterable[Any],
+    title: str,
+    show: bool,
+    *,
+    one: tuple[type, ...],
+    other: tuple[type, ...] = (str, bytes),
+    has_no_rows: Callable[[Any], bool] | None,
+) -> Iterator[tuple[int, Any]]:
+    """Number the batches, behind a bar; `one` and `other` are types of one batch, and of what holds none.
+
+    From batches without rows statistics learn nothing, so they are left out; None keeps them.
+    """
+    if isinstance(data, one):
+        raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
+    if isinstance(data, other) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+        raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list or a DataLoader")
+    count = used = 0
+    for count, batch in enumerate(over_batches(data, title, show), start=1):
+        if has_no_rows is None or not has_no_rows(batch):
+            used += 1
+            yield count - 1, batch
+    if count == 0:
+        raise DataError("the data holds no batch; a generator that was used before is empty, give a list or DataLoader")
+    if used == 0:
+        raise DataError(f"no batch has rows ({count} batches of 0 samples); give batches of one sample at least")
 
 
 def _count(data: Any) -> int | None:

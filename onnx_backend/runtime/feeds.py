@@ -13,7 +13,7 @@ from onnx_backend.proto.graph_queries import declared_sizes, initializers
 from onnx_backend.proto.weightless import dtype_name
 from onnx_backend.runtime.user_session import EndedProcessError, UserSession
 from qsdk.core.errors import DataError, ModelError
-from qsdk.progress import over_batches
+from qsdk.progress import numbered_batches
 
 Array = npt.NDArray[Any]
 #: sizes tried for dimensions that the model leaves open, the batch excepted
@@ -182,23 +182,9 @@ def run_session(
 def batches_of(
     data: Iterable[Any], title: str, progress: bool, *, skip_empty: bool = True
 ) -> Iterator[tuple[int, Any]]:
-    """Number the batches, with a progress bar.
-
-    `skip_empty` skips batches without rows, from which statistics learn nothing.
-    """
-    if isinstance(data, np.ndarray | Mapping):
-        raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
-    if isinstance(data, str | bytes) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
-        raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list of arrays")
-    count = used = 0
-    for count, batch in enumerate(over_batches(data, title, progress), start=1):
-        if not (skip_empty and _has_no_rows(batch)):
-            used += 1
-            yield count - 1, batch
-    if count == 0:
-        raise DataError("the data holds no batch; a generator that was used before is empty, give a list instead")
-    if used == 0:
-        raise DataError(f"no batch has rows ({count} batches of 0 samples); give batches of one sample at least")
+    """Number the batches, with a progress bar; `skip_empty` skips batches without rows."""
+    skipped = _has_no_rows if skip_empty else None
+    return numbered_batches(data, title, progress, one=(np.ndarray, Mapping), has_no_rows=skipped)
 
 
 def _has_no_rows(batch: Any) -> bool:

@@ -1,7 +1,7 @@
 """Open a model in another runtime by name."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -77,10 +77,6 @@ def _with_float32_edges(model: ModelProto) -> ModelProto:
     found = copied(model)
     cast_bfloat16_edges(found)
     return found
-
-
-#: opens a model in a runtime
-OpenRunner = Callable[[ModelProto], Runner]
 
 
 def installed_package(name: str, extra: str) -> ModuleType:

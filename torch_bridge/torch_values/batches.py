@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qsdk.core.errors import ConfigError, DataError, QsdkError
-from qsdk.progress import over_batches
+from qsdk.progress import numbered_batches
 from torch_bridge.torch_values.parameters import dtype_name, main_dtype
 from torch_bridge.torch_values.pytree import (
     ARGUMENTS,
@@ -161,26 +161,12 @@ def other_dtype(model: nn.Module, given: Example) -> str:
 def progress_over(
     data: Iterable[Any], title: str, progress: bool, *, skip_empty: bool = True
 ) -> Iterator[tuple[int, Any]]:
-    """Yield numbered batches, with a progress bar.
-
-    With `skip_empty`, batches of no rows are left out: from these nothing can be learned.
-    """
-    if isinstance(data, Tensor | Mapping):
-        raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
-    if isinstance(data, str | bytes | nn.Module) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
-        raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list or a DataLoader")
-    count = used = 0
-    for count, batch in enumerate(over_batches(data, title, progress), start=1):
-        if not (skip_empty and has_no_rows(batch)):
-            used += 1
-            yield count - 1, batch
-    if count == 0:
-        raise DataError("the data holds no batch; a generator that was used before is empty, give a list or DataLoader")
-    if used == 0:
-        raise DataError(f"no batch has rows ({count} batches of 0 samples); give batches of one sample at least")
+    """Yield numbered batches, with a progress bar; `skip_empty` leaves out those of no rows."""
+    types: dict[str, Any] = {"one": (Tensor, Mapping), "other": (str, bytes, nn.Module)}
+    return numbered_batches(data, title, progress, **types, has_no_rows=_has_no_rows if skip_empty else None)
 
 
-def has_no_rows(batch: Any) -> bool:
+def _has_no_rows(batch: Any) -> bool:
     """Return whether all tensors of a batch have a first axis of length 0."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
     return bool(leaves) and all(leaf.shape[0] == 0 for leaf in leaves)
