@@ -6,16 +6,18 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.litert import elementwise, layers, moves
 from onnx_backend.litert.program import Grid, Program, Tensor
 from onnx_backend.litert.writer import FOR_LITERT, Codes, Failed, Pending, Refused, Stored, Value, Writer
+from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.passes.static_sizes import propagate_static_sizes
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, initializers, nodes_reaching
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
-from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, node_label
+from onnx_backend.proto.nodes import attributes, constant_tensor, copied, is_constant, node_label, replace_nodes
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.read import QdqPair, qdq_pairs
 from qsdk.core.errors import ExportError
 
@@ -72,6 +74,8 @@ _ANY_LAYOUT = frozenset({"Add", "Clip", "Concat", "DequantizeLinear", "Identity"
 _ANY_LAYOUT |= {"QuantizeLinear", "Relu", "Sigmoid", "Sub", "Tanh"}
 _SIGNED = MappingProxyType({"uint8": ("int8", 128), "uint4": ("int4", 8), "uint16": ("int16", 1 << 15)})
 _TYPES = ("int8", "int16")
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
+_LARGEST = 1 << 16  # elements of a value that is computed while the file is written
 
 
 def convert(model: ModelProto) -> Program:
@@ -80,7 +84,7 @@ def convert(model: ModelProto) -> Program:
     Raises:
         ExportError: ops or encodings that the format cannot say, all of them by name, each with its remedy.
     """
-    model = propagate_static_sizes(model)
+    model = _folded(propagate_static_sizes(model))
     inferred = with_inferred_shapes(model)
     sizes = static_sizes(inferred)
     shapes = {n: tuple(int(x) for x in s if x is not None) for n, s in sizes.items() if None not in s}
@@ -113,6 +117,24 @@ def convert(model: ModelProto) -> Program:
             "integers:\n" + "\n".join(dict.fromkeys(refused))
         )
     return w.program
+
+
+def _folded(model: ModelProto) -> ModelProto:
+    """Return a model in which what follows from stored tensors alone is stored, such as the sizes of a Pad."""
+    found, opsets = copied(model), {"": opset_of(model)}
+    known = {name: array(tensor) for name, tensor in initializers(model.graph).items()}
+    known |= {node.output[0]: array(constant_tensor(node)) for node in model.graph.node if is_constant(node)}
+    kept = []
+    for node in found.graph.node:
+        reads_stored = node.input and all(name in known for name in node.input if name)
+        values = evaluate(node, known, opsets, limit=_LARGEST) if reads_stored and node.op_type not in _PAIR else None
+        if values is None:
+            kept.append(node)
+            continue
+        known |= values
+        found.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in values.items())
+    replace_nodes(found.graph, kept)
+    return found
 
 
 def _written(w: Writer, node: NodeProto, last: Mapping[str, bool], pair: QdqPair | None) -> Value | list[Value]:
@@ -172,7 +194,10 @@ def _quantized(w: Writer, node: NodeProto, last: Mapping[str, bool], pair: QdqPa
     if pair is not None and pair.encoding.dtype.container != pair.encoding.dtype.name:
         raise Refused(f"activations of {pair.encoding.dtype} at {site}", FOR_LITERT)
     if grid.dtype == "int16" and grid.zero:
-        raise Refused(f"{site} has 16 bits and a zero point", "symmetric_activations=True")
+        raise Refused(
+            f"{site} has 16 bits and a zero point",
+            'with 16 bits LiteRT has none: w8a16(symmetric_activations=True).override("*", activation="int16")',
+        )
     value = w.values.get(source)
     if isinstance(value, Stored):
         low, high = grid.bounds

@@ -127,8 +127,8 @@ def _unary(kind: str, **options: Any) -> Callable[[Writer, NodeProto, Attributes
     return write
 
 
-def _fixed(kind: str, narrow: tuple[float, int], wide: float) -> Callable[[Writer, NodeProto, Attributes], Value]:
-    """Return the writer of a function whose result has one grid: of 8 bits, or of 16 with a zero point of 0."""
+def _fixed(kind: str, scale: float, zero_point: int) -> Callable[[Writer, NodeProto, Attributes], Value]:
+    """Return the writer of a function whose result has one grid."""
 
     def write(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
         codes = w.codes(node.input[0])
@@ -139,8 +139,9 @@ def _fixed(kind: str, narrow: tuple[float, int], wide: float) -> Callable[[Write
             options = {"beta": 1.0}
             if rank < 2:
                 raise Refused("LiteRT's SOFTMAX has two axes or more", "give it a batch axis")
-        is_narrow = w.grid(codes).dtype == "int8"
-        grid = Grid.of("int8", *narrow) if is_narrow else Grid.of("int16", wide, 0)
+        if w.grid(codes).dtype != "int8":
+            raise Refused(f"{node.op_type} of 16 bits, which LiteRT takes from tables", "give what it reads 8 bits")
+        grid = Grid.of("int8", scale, zero_point)
 
         def written(out: Grid, name: str) -> Codes:
             sizes = w.program.tensors[codes.tensor].shape
@@ -215,6 +216,6 @@ def reduce(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
 
 leaky_relu, gelu, exp = _unary("LEAKY_RELU"), _unary("GELU"), _unary("EXP")
 hard_swish, absolute = _unary("HARD_SWISH"), _unary("ABS")
-softmax = _fixed("SOFTMAX", (1 / 256, -128), 1 / 32768)
-sigmoid = _fixed("LOGISTIC", (1 / 256, -128), 1 / 32768)
-tanh = _fixed("TANH", (1 / 128, 0), 1 / 32768)
+softmax = _fixed("SOFTMAX", 1 / 256, -128)
+sigmoid = _fixed("LOGISTIC", 1 / 256, -128)
+tanh = _fixed("TANH", 1 / 128, 0)

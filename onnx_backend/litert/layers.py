@@ -1,6 +1,7 @@
 """Linear layers and pools: convolutions write channels last, with PAD where the format's own padding differs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,7 @@ def _like(grid: Grid, out: Grid) -> Grid:
 def conv_transpose(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     """Write TRANSPOSE_CONV, whole or as the format's SAME, and cut off what the padding of ONNX takes."""
     weight, grid = _weight(w, node.input[1], 1)
+    grid = replace(grid, dtype="int8")  # its kernel reads no int4
     image = _Image(w, node.input[0], {**attrs, "pads": None}, weight.values.shape[2:])
     shape = w.shapes[node.output[0]]
     if attrs.get("group", 1) != 1 or image.dilations != [1, 1] or image.rank != 2:

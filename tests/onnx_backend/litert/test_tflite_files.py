@@ -55,6 +55,25 @@ def test_unsigned_codes_of_the_usual_config_are_shifted(name, tmp_path):
     assert qsdk.check_parity(sim, path, [x[:2]], progress=False).summary["passed"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [qsdk.w4a8(), qsdk.w8a16(symmetric_activations=True).override("*", activation="int16")],
+    ids=["int4 weights", "int16 activations"],
+)
+@pytest.mark.parametrize("name", ["mobilenet_v2", pytest.param("inception", marks=pytest.mark.slow)])
+def test_other_widths_are_predicted_too(config, name, tmp_path):
+    model, x = network(name)
+    sim, path = calibrated(model, x, config), tmp_path / "model.tflite"
+    qsdk.export(sim, path, format="tflite", check=False)
+    assert qsdk.check_parity(sim, path, [x[:1]], progress=False).summary["passed"]
+
+
+def test_16_bits_with_zero_points_are_refused_with_the_remedy(tmp_path):
+    sim = calibrated(nn.Linear(8, 4), torch.randn(4, 8), qsdk.w8a16())
+    with pytest.raises(qsdk.ExportError, match=r'16 bits and a zero point; .*activation="int16"'):
+        qsdk.export(sim, tmp_path / "model.tflite", format="tflite")
+
+
 def test_images_keep_channels_last_without_a_transpose(small):
     _, _, path, report = small
     assert report.summary["layouts"] == {"input": "channels last", "output": "as in ONNX"}
