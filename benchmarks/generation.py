@@ -5,8 +5,8 @@ builder's, for decoding and for prompts of 128 and 512 tokens, on one and two th
 bytes of the folders, and nodes. `stories`: perplexity of stories15M on 64 stories that it has told itself, over that of
 the float model: the builder's round to nearest, ours to nearest, by gptq, and to nearest with 4 bits for the embedding
 too, each as its folder computes. `tied`: what it means that an output layer that is the embedding rounds its input to
-int8: decibels of that rounding alone (a simulation without it is so far from the folder), of the folder from the sim,
-and tokens a second over those of a head in floats.
+int8: decibels of that rounding alone, of the folder from the sim (codes of all layers that turned add up), and tokens
+a second over those of a head in floats.
 `python benchmarks/generation.py decoder`, `stories` or `tied` measures one. Targets: 1.0 or more of the builder's
 speed, 1.02 or less of its bytes, gptq within 2 % of float.
 """
