@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -50,6 +50,8 @@ _MANY_SCALES = 256
 _OPSETS = range(LOWEST, 26)
 _IN_MEMORY = 1 << 24  # bytes of an encodings file
 T = TypeVar("T")
+#: changes a lowered model in place and returns facts for the report
+Rewrite = Callable[[ModelProto], dict[str, Any]]
 #: input name -> all of its sizes, or the name of an open axis -> its size
 Shapes = Mapping[str, int | Sequence[int]]
 
@@ -72,6 +74,7 @@ def write_model(
     check: Check | None = None,
     prefer: Prefer = "speed",
     adapters: Mapping[str, tuple[int, ...]] | None = None,
+    rewrite: Rewrite | None = None,
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings, holding one large weight at a time.
 
@@ -92,6 +95,7 @@ def write_model(
         check: see `write_files`.
         prefer: see `qsdk.export`.
         adapters: the stored matrices that are to be inputs, with their shapes.
+        rewrite: changes each lowered model in place, last, and returns facts for the report.
     """
     _require_choices(path, opset, prefer)
     runtime = runtime_named(dialect)
@@ -113,6 +117,7 @@ def write_model(
         for model, form in zip(models.values(), forms, strict=True):
             take_adapters(model, adapters or {})
             runtime.speed_up(model)  # its forms have no node for a site's facts
+            form |= {} if rewrite is None else rewrite(model)
             _require_valid(model, form["fixed_shapes"])
         written = write_files(
             models,

@@ -22,7 +22,9 @@ from qsdk.core.config.target import Target, load_target
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 
 #: the standard's own form, for any runtime that reads it
-STANDARD = Runtime(load_target("onnx"), opens=True, pair_types=("float16", "bfloat16"), narrow_scales=True)
+STANDARD = Runtime(
+    load_target("onnx"), opens=True, pair_types=("float16", "bfloat16"), narrow_scales=True, single_ops=True
+)
 RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
     {runtime.name: runtime for runtime in (ONNXRUNTIME, STANDARD, OPENVINO, QNN, TENSORRT)}
 )

@@ -49,6 +49,7 @@ class Runtime:
         clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
             runtime removes the pair, and with it the bounds.
         kernel_casts: ops without a kernel for float64 or bfloat16 compute in float32 between casts.
+        single_ops: norms, rotary embeddings and attention are one operator each, at opsets that have these.
         whole_bytes: weights of 4 bits beside quantized activations have integer kernels in 8 bits alone.
         refuse: raises ExportError for encodings that it cannot run.
         adapt: see `Adapt`.
@@ -71,6 +72,7 @@ class Runtime:
     narrow_scales: bool = False
     clipped: frozenset[str] = frozenset()
     kernel_casts: bool = False
+    single_ops: bool = False
     whole_bytes: bool = False
     refuse: Callable[[Mapping[str, Encoding]], None] | None = None
     adapt: Adapt | None = None

@@ -22,6 +22,7 @@ from onnx_backend.proto.opsets import OPSET
 from onnx_backend.proto.write_file import StagedModel
 from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.sim import OnnxSim
+from onnx_backend.single_ops.write import write_single_ops
 from qsdk.core.config.for_dialect import AnyDialect, RuntimeName
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
@@ -206,6 +207,7 @@ def write_onnx(
         integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
         check=partial(_check, door, opened, runtime.simulates) if checked else None,
         **{name: value for name, value in options.items() if name not in ("cache", "check", "adapters")},
+        rewrite=write_single_ops if runtime.single_ops else None,
         adapters={name: matrix.shape for name, matrix in next(iter(adapters.values()), {}).items()},
     )
     for name, matrices in adapters.items():
