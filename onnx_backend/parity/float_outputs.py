@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, defs, helper
 
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import replace_nodes
+from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import dtype_name, types_of
 from onnx_backend.qdq.read import FLOAT_CODES
 from onnx_backend.runtime.providers import Providers
@@ -24,8 +25,10 @@ from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import QsdkError
 
 Array = npt.NDArray[Any]
-_RANDOM = 21  # the last opset whose RandomUniformLike the runtime has (1.32)
+_RANDOM = 21  # the last opset whose RandomUniformLike the runtime has (1.32); of later ones it has Dropout alone
+_KEEPS = (2 / 3, 1 / 2)  # how often Dropouts keep a number, so that -1, 0 and 1 come equally often
 _USUAL = 16.0  # times the power of noise of a step everywhere; a runtime's own roundings turn far fewer codes
+_PARTS = ("wide", "ratio", "training", "kept", "sign", "low", "middle", "high")  # names of what stands for a draw
 _TIMES = 16.0  # the factor by which the noise of a few runs may fall short of the largest possible
 #: of one op: a float32 unit, times four for the sums inside an op; of a narrow float, whose ops add up in float32, one
 #: unit. Where the runtime has no kernel in float64, it computes in float32.
@@ -154,7 +157,8 @@ def with_noise(model: ModelProto, outputs: Sequence[str], *, steps: bool = False
     With `steps`, -1, 0 or 1 is added to the codes of every computed tensor that is dequantized.
     """
     noisy = load(model)
-    for entry in noisy.opset_import:  # the runtime has random numbers up to this opset, and newer ones say no other
+    by_dropout = any(_is_newer(node) for node in all_nodes(noisy.graph.node))
+    for entry in () if by_dropout else noisy.opset_import:  # what is in both opsets means the same in them
         entry.version = min(entry.version, _RANDOM) if entry.domain in ("", "ai.onnx") else entry.version
     kept = [value for value in noisy.graph.output if value.name in set(outputs)]
     del noisy.graph.output[:]
@@ -176,9 +180,41 @@ def with_noise(model: ModelProto, outputs: Sequence[str], *, steps: bool = False
             if tensor_type in _ROUNDING and node.op_type != "DequantizeLinear" and not exactly:
                 node.output[place] = exact = unique(f"{name}/exact", taken)
                 nodes += _noise(exact, name, tensor_type, float(seed), taken)
-    replace_nodes(noisy.graph, nodes)
+    replace_nodes(noisy.graph, _by_dropout(nodes, taken) if by_dropout else nodes)
     del noisy.graph.value_info[:]
     return noisy
+
+
+def _is_newer(node: NodeProto) -> bool:
+    """Return True for an op of the standard that no opset up to `_RANDOM` has."""
+    known = node.domain in ("", "ai.onnx") and defs.has(node.op_type)
+    return known and not defs.has(node.op_type, max_inclusive_version=_RANDOM)
+
+
+def _by_dropout(nodes: Sequence[NodeProto], taken: set[str]) -> list[NodeProto]:
+    """Return the nodes with the masks of two Dropouts for uniform numbers: three numbers of the same mean and spread."""
+    found = list[NodeProto]()
+    for node in nodes:
+        if node.op_type != "RandomUniformLike":
+            found.append(node)
+            continue
+        low, high, seed = (helper.get_node_attr_value(node, name) for name in ("low", "high", "seed"))
+        middle, away = (low + high) / 2, (high - low) / 2 * 2**-0.5
+        name = node.output[0]
+        wide, ratio, training, kept, sign, *values = (unique(f"{name}/{part}", taken) for part in _PARTS)
+        found.append(helper.make_node("Cast", list(node.input), [wide], to=FLOAT_CODES["float32"]))
+        numbers = [*values, *(f"{ratio}_{place}" for place in range(2))]
+        for value, number in zip(numbers, (middle - away, middle, middle + away, *(1 - n for n in _KEEPS)), strict=True):
+            found.append(helper.make_node("Constant", [], [value], value_float=number))
+        truth = helper.make_tensor(training, TensorProto.BOOL, [], [True])
+        found.append(helper.make_node("Constant", [], [training], value=truth))
+        for place, mask in enumerate((kept, sign)):
+            inputs = [wide, f"{ratio}_{place}", training]
+            found.append(helper.make_node("Dropout", inputs, [f"{mask}/values", mask], seed=2 * int(seed) + place))
+        low_name, middle_name, high_name = values
+        found.append(helper.make_node("Where", [sign, high_name, low_name], [f"{name}/away"]))
+        found.append(helper.make_node("Where", [kept, f"{name}/away", middle_name], [name]))
+    return found
 
 
 def _step_noise(dequantize: NodeProto, seed: float, taken: set[str]) -> list[NodeProto]:

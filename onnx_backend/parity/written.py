@@ -27,6 +27,7 @@ from onnx_backend.qdq.older_opsets import LOWEST
 from onnx_backend.qdq.read import QdqPair, stored_tensors
 from onnx_backend.runtimes.registry import RUNTIMES, noted_form
 from onnx_backend.runtimes.runtime import Prefer, Runtime
+from onnx_backend.single_ops.write import write_single_ops
 from qsdk.core.comparing.tally import Tally, lsb
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import SHAPE_OPS
@@ -63,6 +64,8 @@ class ExpectedModel:
             form = lower(self.traced.model, self.plan, self.encodings, weights=self.traced.weights, **options)
             if open_inputs(model):
                 runtime.with_sizes(form.model)
+            if runtime.single_ops:
+                write_single_ops(form.model)
             yield form
 
     def sites(self) -> dict[str, tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Scaled products of queries and keys, a softmax and a product with values, as one pattern."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.patterns.terms import Anything, Captured, InputTensor, Pattern, Term, any_of, number, op
 
 _ANY = number(-math.inf, math.inf, "a factor")
+_FACTOR = "factor of op "  # facts of a match: the name of one, before the number of its op
 _MATRIX = 2  # axes of a product
 _CACHED = 4  # axes of queries with heads
 _DEPTH = 12  # ops between a mask and the numbers that it is made of
@@ -19,11 +21,12 @@ def _number_of(graph: Graph, node: Op) -> float:
 
 
 def _note_factor(graph: Graph, op_id: int, _: int, captured: Captured) -> Captured | str:
-    node, known = graph.ops[op_id], captured.facts.get("scale", 1.0)
+    """Note a factor of the scores under its op: a guarded softmax is matched twice."""
+    node = graph.ops[op_id]
     if node.type == "Div":
         divisor = graph.scalar(node.inputs[1])
-        return captured.noting("scale", known / divisor) if divisor else "it is divided by 0"
-    return captured.noting("scale", known * _number_of(graph, node))
+        return captured.noting(f"{_FACTOR}{op_id}", 1 / divisor) if divisor else "it is divided by 0"
+    return captured.noting(f"{_FACTOR}{op_id}", _number_of(graph, node))
 
 
 def _note_cap(graph: Graph, op_id: int, _: int, captured: Captured) -> Captured | str:
@@ -31,7 +34,12 @@ def _note_cap(graph: Graph, op_id: int, _: int, captured: Captured) -> Captured 
     cap = _number_of(graph, graph.ops[op_id])
     if cap <= 0:
         return "the cap of its scores is not positive"
-    return captured.noting("softcap", cap).noting("scale", captured.facts.get("scale", 1.0) * cap)
+    return captured.noting("softcap", cap).noting(f"{_FACTOR}{op_id}", cap)
+
+
+def scale_of(facts: Mapping[str, Any]) -> float:
+    """Return the product of the factors of the scores."""
+    return math.prod(float(fact) for name, fact in facts.items() if name.startswith(_FACTOR))
 
 
 def _note_guard(_: Graph, __: int, ___: int, captured: Captured) -> Captured:
@@ -102,7 +110,7 @@ def check(graph: Graph, captured: Captured) -> str | None:
     if any(shape is None or len(shape) not in (3, _CACHED) for shape in shapes) or len({*map(len, shapes)}) > 1:  # type: ignore[arg-type]
         return "its queries, keys and values do not have three or four axes"
     query, key, value = (shape or () for shape in shapes)
-    if captured.facts.get("scale", 1.0) <= 0:
+    if scale_of(captured.facts) <= 0:
         return "the factor of its scores is not positive"
     order = [*captured.facts["perm"]]
     order[-_MATRIX:] = reversed(order[-_MATRIX:])

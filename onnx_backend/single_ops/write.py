@@ -25,7 +25,7 @@ from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.graph_queries import GraphIndex, nodes_reaching
 from onnx_backend.proto.nodes import drop_unused_initializers, replace_nodes
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.single_ops.attention import ATTENTION, keys_order, least_of_mask
+from onnx_backend.single_ops.attention import ATTENTION, keys_order, least_of_mask, scale_of
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
@@ -177,7 +177,8 @@ class _Writer:
         mask, makes = group.tensors.get("mask"), ops[-1].outputs[0]
         self._require_mask(mask, guarded="guarded" in group.facts)
         order = keys_order(group.facts["perm"])
-        options = {"scale": float(group.facts.get("scale", 1.0)), "softcap": float(group.facts.get("softcap", 0.0))}
+        options: dict[str, Any] = {"scale": scale_of(group.facts)}
+        options |= {"softcap": group.facts["softcap"]} if "softcap" in group.facts else {}
         if len(self.graph.shape_of(query) or ()) < _HEADS:
             options |= {"q_num_heads": 1, "kv_num_heads": 1}
             if mask is not None and len(self.graph.shape_of(mask) or ()) > 2:
