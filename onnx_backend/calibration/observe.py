@@ -274,6 +274,7 @@ def observe(
     edges = {site for site, decision in wanted.items() if decision.kind == "input"}
 
     def read() -> Iterator[_Batch]:
+        """Yield the batches by their numbers, as the session takes them, and note the ranges of the inputs' parts."""
         for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
             feeds = as_feeds(batch, inputs, f"batch {number}")
             tell_axes_apart(marked, feeds)

@@ -192,7 +192,7 @@ def _is_newer(node: NodeProto) -> bool:
 
 
 def _by_dropout(nodes: Sequence[NodeProto], taken: set[str]) -> list[NodeProto]:
-    """Return the nodes with the masks of two Dropouts for uniform numbers: three numbers of the same mean and spread."""
+    """Return the nodes with masks of two Dropouts for uniform numbers: three numbers of the same mean and spread."""
     found = list[NodeProto]()
     for node in nodes:
         if node.op_type != "RandomUniformLike":
@@ -204,7 +204,9 @@ def _by_dropout(nodes: Sequence[NodeProto], taken: set[str]) -> list[NodeProto]:
         wide, ratio, training, kept, sign, *values = (unique(f"{name}/{part}", taken) for part in _PARTS)
         found.append(helper.make_node("Cast", list(node.input), [wide], to=FLOAT_CODES["float32"]))
         numbers = [*values, *(f"{ratio}_{place}" for place in range(2))]
-        for value, number in zip(numbers, (middle - away, middle, middle + away, *(1 - n for n in _KEEPS)), strict=True):
+        for value, number in zip(
+            numbers, (middle - away, middle, middle + away, *(1 - n for n in _KEEPS)), strict=True
+        ):
             found.append(helper.make_node("Constant", [], [value], value_float=number))
         truth = helper.make_tensor(training, TensorProto.BOOL, [], [True])
         found.append(helper.make_node("Constant", [], [training], value=truth))

@@ -96,7 +96,7 @@ def _repeated(name: str) -> Term:
 
 def _attention() -> Pattern:
     keys = _scaled(op("Transpose", _scaled(_repeated("k")), where=_note_permutation))
-    scores = _scaled(op("MatMul", _scaled("q"), keys))
+    scores = _scaled(_scaled(op("MatMul", _scaled("q"), keys)))
     capped = any_of(op("Mul", op("Tanh", scores), _ANY, where=_note_cap), scores)
     masked = any_of(op("Add", capped, InputTensor("mask", "statistic")), capped)
     softmax = op("Softmax", masked, where=_over_last_axis)

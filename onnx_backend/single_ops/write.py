@@ -123,9 +123,7 @@ class _Writer:
 
         self._new[self._name(makes)] = nodes
 
-    def _gain(
-        self, group: Supergroup, ops: Sequence[Op], output: int, normed: Sequence[Any]
-    ) -> tuple[str, bool, int]:
+    def _gain(self, group: Supergroup, ops: Sequence[Op], output: int, normed: Sequence[Any]) -> tuple[str, bool, int]:
         """Return the gain of a norm, whether 1 is added to it, and the tensor that the norm with its gain makes."""
         if "gamma" in group.tensors:
             gamma = group.tensors["gamma"]
@@ -218,7 +216,11 @@ class _Writer:
             value, node = graph.value(table), graph.maker(table)
             if value is not None:
                 size = value.shape[-1] // 2
-                parts = (value[..., :size], value[..., size:]) if layout == "halves" else (value[..., ::2], value[..., 1::2])
+                parts = (
+                    (value[..., :size], value[..., size:])
+                    if layout == "halves"
+                    else (value[..., ::2], value[..., 1::2])
+                )
                 return bool(np.array_equal(*parts))
             if node is None:
                 return False
@@ -236,7 +238,7 @@ class _Writer:
                 first = first if node.attributes.get("axis", 0) == 0 and len(graph.shape_of(first) or ()) > 1 else None
             elif node.type in ("Unsqueeze", "QuantizeLinear", "DequantizeLinear"):
                 before, behind = graph.shape_of(first), graph.shape_of(table)
-                per_tensor = node.type == "Unsqueeze" or np.prod(graph.shape_of(node.inputs[1]) or ()) == 1
+                per_tensor = node.type == "Unsqueeze" or all(n == 1 for n in graph.shape_of(node.inputs[1]) or ())
                 first = first if before and behind and before[-1] == behind[-1] and per_tensor else None
             elif node.type not in _KEPT:
                 return False
@@ -245,7 +247,7 @@ class _Writer:
             table = first
 
     def _is_spread(self, table: int) -> bool:
-        """Return whether each number of a table stands there twice: [..., n] -> [..., n, 1] -> [..., n, 2] -> [..., 2n]."""
+        """Return whether each number of a table stands there twice: [..., n, 1] -> [..., n, 2] -> [..., 2n]."""
         graph = self.graph
         wide = graph.maker(table).inputs[0]  # type: ignore[union-attr]
         node, shape = graph.maker(wide), graph.shape_of(wide) or ()
@@ -304,7 +306,7 @@ class _Writer:
         stored = [self._stored("numbers", np.array(values, np.int64)) for values in numbers]
         return (yield from self._once_of(op, (name, *stored)))
 
-    def _once_of(self, op: str, inputs: tuple[str, ...], **options: int) -> Named:
+    def _once_of(self, op: str, inputs: tuple[str, ...], **options: Any) -> Named:
         """Yield a node if none of this pass computes that yet, and return what it makes."""
         key = (op, *inputs, *(f"{name}={value}" for name, value in options.items()))
         if key not in self._made:
@@ -336,4 +338,3 @@ class _Writer:
     def _epsilon(self, op: Op) -> float | None:
         value = self._scalar(op)
         return value if value is not None and 0 <= value < 0.1 else None
-

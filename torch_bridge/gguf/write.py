@@ -60,6 +60,7 @@ def write_gguf(sim: QuantSim, plan: Plan, encodings: Mapping[str, Encoding], pat
     types = Counter(one.type for one in stored)
 
     def write(temporary: Path) -> None:
+        """Write the whole file, one tensor after the other."""
         writer = library.GGUFWriter(temporary, found.name)
         try:
             _add_facts(writer, library, found, config, stored, Path(folder or "model").name)

@@ -105,6 +105,7 @@ def routing_to_all(
         owners.setdefault(owner_of(site), []).append(site)
 
     def to_all(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sites: list[str], count: int) -> Any:
+        """Return the arguments of a call of experts with the numbers and weights of all of them for every token."""
         names = [*list(kwargs)[: max(3 - len(args), 0)]]
         tokens, numbers, weights = (*args, *(kwargs[name] for name in names))[:3]
         with torch._C.DisableTorchFunction():

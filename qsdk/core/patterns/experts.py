@@ -1,6 +1,6 @@
 """Mixtures of experts: stacks of matrices, of which every row of data takes one, and the routers that choose it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsdk.core.graph.graph import Graph, Op
@@ -127,22 +127,20 @@ def routers_of(graph: Graph) -> Mapping[int, frozenset[int]]:
 
 def _topks_before(graph: Graph, tensor: int | None) -> Iterator[int]:
     """Yield the TopK ops nearest before an index."""
-    waiting, seen = [tensor], set[int]()
-    while waiting:
-        current = waiting.pop()
-        index = None if current is None else graph.producer.get(current)
-        if index is None or index in seen:
-            continue
-        seen.add(index)
-        op = graph.ops[index]
-        if op.type == "TopK" and op.inputs[0] is not None and graph.tensors[op.inputs[0]].is_float:
-            yield index
-        else:
-            waiting += op.inputs
+    return _nearest_before(graph, tensor, lambda op: op.type == "TopK" and _floats(graph, op.inputs[:1]) != [])
 
 
 def _layers_before(graph: Graph, tensor: int | None) -> Iterator[int]:
     """Yield the linear layers with stored weights nearest before a tensor."""
+    for index in _nearest_before(graph, tensor, lambda op: op.type in ("Gemm", "MatMul"), floats=True):
+        if any(graph.constant_root(t) is not None for t in graph.ops[index].inputs[:2]):
+            yield index
+
+
+def _nearest_before(
+    graph: Graph, tensor: int | None, wanted: Callable[[Op], bool], *, floats: bool = False
+) -> Iterator[int]:
+    """Yield the wanted ops nearest before a tensor; with `floats`, along float tensors alone."""
     waiting, seen = [tensor], set[int]()
     while waiting:
         current = waiting.pop()
@@ -151,11 +149,14 @@ def _layers_before(graph: Graph, tensor: int | None) -> Iterator[int]:
             continue
         seen.add(index)
         op = graph.ops[index]
-        if op.type in ("Gemm", "MatMul"):
-            if any(graph.constant_root(t) is not None for t in op.inputs[:2]):
-                yield index
+        if wanted(op):
+            yield index
         else:
-            waiting += [t for t in op.inputs if t is not None and graph.tensors[t].is_float]
+            waiting += _floats(graph, op.inputs) if floats else op.inputs
+
+
+def _floats(graph: Graph, tensors: Iterable[int | None]) -> list[int | None]:
+    return [t for t in tensors if t is not None and graph.tensors[t].is_float]
 
 
 def _computed_from(graph: Graph, head: int) -> set[int]:
