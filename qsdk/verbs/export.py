@@ -87,8 +87,8 @@ def export(
         opset: 13 to 25, and as the target reads (the default becomes its newest). Higher ones are for dtypes that need
             them, such as 2-bit integers (25); below 21 there are 8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
-            level, another target by its name, or a `.toml` file that describes one; `onnx` is the standard's own form (from
-            opset 23 on with one operator for a norm, a rotary embedding or an attention without a quantizer inside).
+            level, another target by its name, or a `.toml` file that describes one; `onnx` is the standard's own form
+            (from opset 23 on, one operator for a norm, a rotary embedding or an attention without a quantizer inside).
         uncalibrated: `float` leaves sites without an encoding float.
         check: open the file in an ordinary session of ONNX Runtime, in a process of its own, and compare its outputs on
             the example with the sim's, before an existing file is replaced (dialects `onnxruntime`, and `onnx`, which
