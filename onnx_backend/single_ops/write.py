@@ -27,6 +27,7 @@ from onnx_backend.proto.nodes import drop_unused_initializers, replace_nodes
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.single_ops.attention import ATTENTION, keys_order, least_of_mask, scale_of
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import REPEATS
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 
@@ -251,7 +252,7 @@ class _Writer:
         graph = self.graph
         wide = graph.maker(table).inputs[0]  # type: ignore[union-attr]
         node, shape = graph.maker(wide), graph.shape_of(wide) or ()
-        apart = None if node is None or node.type not in ("Expand", "Tile") else graph.shape_of(node.inputs[0])
+        apart = None if node is None or node.type not in REPEATS else graph.shape_of(node.inputs[0])
         if node is not None and node.type == "Concat" and len(node.inputs) == 2 and len(shape):
             last = node.attributes.get("axis", 0) % len(shape) == len(shape) - 1
             return last and node.inputs[0] == node.inputs[1] and shape[-1] == 2
