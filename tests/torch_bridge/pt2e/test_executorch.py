@@ -1,0 +1,64 @@
+"""A program of `export(format="pt2e")` in ExecuTorch: lowered to XNNPACK, saved, and run by its runtime."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fetch import EXECUTORCH, RUAMEL_YAML, TABULATE, TORCHAO, fetch
+from torch import Tensor, nn
+from torch_models import calibrated, seeded
+
+from qsdk import export, w8a8
+
+#: what a user does with a program, in a process that has ExecuTorch
+LOWER = """
+import sys
+import numpy as np, torch, torch.ao.quantization.fx._decomposed
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.runtime import Runtime
+source, given, found = sys.argv[1:]
+edge = to_edge_transform_and_lower(torch.export.load(source), partitioner=[XnnpackPartitioner()])
+left = [node for node in edge.exported_program().graph.nodes if "convolution" in str(node.target)]
+assert not left, left
+buffer = edge.to_executorch().buffer
+program = Runtime.get().load_program(buffer)  # what it holds lives as long as it does
+method = program.load_method("forward")
+np.save(found, method.execute([torch.from_numpy(np.load(given))])[0].numpy())
+"""
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        x = torch.relu(self.second(x) + x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11) or sys.platform != "linux", reason="the pinned wheel is another's")
+def test_executorch_runs_what_the_sim_simulates_for_another_number_of_rows(tmp_path: Path):
+    folders = [str(fetch(package)) for package in (EXECUTORCH, TORCHAO, RUAMEL_YAML, TABULATE)]
+    torch.manual_seed(0)
+    sim = calibrated(Network().eval(), seeded(4, 3, 12, 12), w8a8().for_dialect("xnnpack"))
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    other = seeded(7, 3, 12, 12, seed=5)
+    np.save(tmp_path / "x.npy", other.numpy())
+    command = [sys.executable, "-c", LOWER, *(str(tmp_path / name) for name in ("m.pt2", "x.npy", "y.npy"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    assert result.returncode == 0, result.stderr
+    wanted = sim(other).numpy()
+    step = float(sim.encodings["head:output"].scale[0])
+    assert np.abs(np.load(tmp_path / "y.npy") - wanted).max() <= step * 1.001
+    assert np.abs(wanted).max() > 10 * step
