@@ -203,8 +203,10 @@ def _quantized(w: Writer, node: NodeProto, last: Mapping[str, bool], pair: QdqPa
         low, high = grid.bounds
         codes = np.clip(np.rint(value.floats() / grid.scale[0]) + grid.zero, low, high)
         return Stored(codes.astype(np.int64), grid, site)
-    if value is None:
-        found = _input(w, source, grid, channels_last=last.get(source, False))
+    if value is None and source in w.inputs:
+        found = w.requantized(w.inputs[source], grid, site)
+    elif value is None:
+        found = w.inputs[source] = _input(w, source, grid, channels_last=last.get(source, False))
     elif isinstance(value, Pending):
         found = w.settle(value, grid, site)
     else:

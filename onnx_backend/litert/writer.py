@@ -107,6 +107,7 @@ class Writer:
         program: what is written so far.
         values: by name of an ONNX tensor.
         shapes: by name of an ONNX tensor.
+        inputs: by name of a model's input, as its first QuantizeLinear has it.
         sites: site -> kind, tensor, the shape in ONNX's order and the order in which the file holds its axes.
     """
 
@@ -114,6 +115,7 @@ class Writer:
     program: Program = field(default_factory=Program)
     values: dict[str, Value] = field(default_factory=dict)
     sites: dict[str, dict[str, Any]] = field(default_factory=dict)
+    inputs: dict[str, Codes] = field(default_factory=dict)
 
     # tensors
 

@@ -213,6 +213,21 @@ def test_a_foreign_file_keeps_its_scales(tmp_path):
     assert (grid.step, grid.zero) == (float(np.float32(0.05)), 100 - 128)
 
 
+def test_an_input_with_two_grids_stays_one_input(tmp_path):
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[2, 4] x) => (float[2, 4] y, float[2, 4] z)
+        <float s = {0.02}, float t = {0.05}, uint8 o = {128}> {
+            a = QuantizeLinear(x, s, o) y = DequantizeLinear(a, s, o)
+            b = QuantizeLinear(x, t, o) z = DequantizeLinear(b, t, o)
+        }""")
+    sim, path = qsdk.quantize(model, None), tmp_path / "model.tflite"
+    qsdk.export(sim, path, format="tflite", check=False)
+    program = from_bytes(path.read_bytes(), "it")
+    assert (len(program.inputs), [op.type for op in program.ops]) == (1, ["QUANTIZE"])
+    feeds = {"x": np.linspace(-2, 2, 8, dtype=np.float32).reshape(2, 4)}
+    assert qsdk.check_parity(sim, path, [feeds], progress=False).summary["activations_max_lsb"] <= 1
+
+
 @pytest.mark.parametrize(
     ("shape", "perm", "wanted", "expected"),
     [
