@@ -27,7 +27,8 @@ def main() -> None:
     base = nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU()))).eval()
     names = [str(2 * layer) for layer in range(LAYERS)]
     adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=8, target_modules=names, init_lora_weights=False)).eval()
-    configs = {"w8a8": qsdk.w8a8(), "int4": qsdk.weight_only("int4", block_size=32, compute="int8")}
+    configs = {"w8a8": qsdk.w8a8(), "w8a8 for ONNX Runtime": qsdk.w8a8().for_dialect("onnxruntime")}
+    configs |= {"int4": qsdk.weight_only("int4", block_size=32, compute="int8")}
     x, result = torch.randn(ROWS, WIDTH), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         for words, config in configs.items():
