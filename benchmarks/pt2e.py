@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.ao.quantization.fx._decomposed
-from pt2e_networks import Network, networks
+from pt2e_networks import Network, Positional, networks
 from torch import Tensor, fx
 from torch.export import Dim
 
@@ -100,12 +100,13 @@ def theirs(model: torch.nn.Module, network: Network, bits: int) -> torch.export.
     low = -(2 ** (bits - 1))
     config = get_symmetric_quantization_config(is_per_channel=True, weight_qmin=low, weight_qmax=-low - 1)
     given = network.batch(0, ROWS)
-    axes = {"dynamic_shapes": ({0: Dim.DYNAMIC},) * len(given)}
-    module = torch.export.export(model, given, strict=False, **axes).module(check_guards=False)
+    axes = ({0: Dim.DYNAMIC},) * len(given)
+    nested = (axes,) if isinstance(model, Positional) else axes  # `*given` is one argument, but not of what comes out
+    module = torch.export.export(model, given, dynamic_shapes=nested, strict=False).module(check_guards=False)
     prepared = prepare_pt2e(module, XNNPACKQuantizer().set_global(config))
     for seed in SEEDS:
         prepared(*network.batch(seed, ROWS))
-    return torch.export.export(convert_pt2e(prepared), given, strict=False, **axes)
+    return torch.export.export(convert_pt2e(prepared), given, dynamic_shapes=axes, strict=False)
 
 
 def calibrated(model: torch.nn.Module, network: Network, config: qsdk.QuantConfig) -> Any:
