@@ -64,6 +64,11 @@ def write_folder_for_genai(
 
 def decoder_facts(model: Any) -> DecoderFacts:
     """Return what the configs of a model of transformers say of it."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ExportError(
+            f"format='genai' writes a model that generates by itself; {model.config.model_type} has an encoder beside "
+            "its decoder: export the two as ONNX files"
+        )
     config = model.config.get_text_config()
     generation = getattr(model, "generation_config", None)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

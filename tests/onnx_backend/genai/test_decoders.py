@@ -18,6 +18,7 @@ import qsdk
 from onnx_backend.genai import products
 from onnx_backend.genai.products import packed_bits
 from qsdk import QuantConfig, QuantSim
+from qsdk.verbs.genai import decoder_facts
 
 W4 = qsdk.weight_only("int4", block_size=32, kv_cache="float32")
 
@@ -192,6 +193,15 @@ def test_what_is_no_decoder_with_a_cache_is_refused(tmp_path: Path):
     with pytest.raises(qsdk.ConfigError, match="tokenizer= is for format='genai'"):
         qsdk.export(layer, tmp_path / "layer.onnx", tokenizer=object())
     assert not [*tmp_path.rglob("*.onnx")]
+
+
+def test_a_model_of_an_encoder_and_a_decoder_is_refused_by_its_name():
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 32}
+    tokens_of_it = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sizes, **tokens_of_it)
+    with pytest.raises(qsdk.ExportError, match="whisper has an encoder beside its decoder: export the two as ONNX"):
+        decoder_facts(transformers.WhisperForConditionalGeneration(config))
 
 
 @pytest.mark.slow
