@@ -220,7 +220,9 @@ def test_for_onnxruntime_weights_are_exact_on_the_processor_unless_a_rule_says_o
         found = [(str(rule.weight), rule.symmetric_weights) for rule in asymmetric.rules if rule.weight is not None]
         assert found == [("int7" if processor == "any" else weight, False)]
     for other in (qsdk.w8a16(), qsdk.w4a8(), qsdk.weight_only("int8"), qsdk.w8a8(block_size=16)):
-        assert not [rule for rule in changed(other).rules if rule.weight is not None]
+        ruled = [rule.op_type for rule in changed(other).rules if rule.weight is not None]
+        rounds = weight is not None and changed(other).compute == "int8"  # an LSTM then reads codes in each step
+        assert ruled == [("LSTM",)] * rounds
 
 
 def test_a_processor_or_placement_that_is_not_known_is_refused():
