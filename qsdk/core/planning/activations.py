@@ -55,7 +55,8 @@ def plan_activations(context: PlanningContext) -> dict[int, Decision]:
         for tensor in op.outputs:
             if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
                 result[tensor] = _decide(context, tensor, index, assembled)
-    return _tie(context, {**result, **_cached(context, result)}, assembled)
+    cached = _cached(context, result)  # also where no kernel reads it: a cache has one grid from edge to edge
+    return _tie(context, {**result, **cached}, assembled.keys() - cached)
 
 
 def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:

@@ -28,8 +28,9 @@ def _sim(config: QuantConfig, model: nn.Module | None = None) -> QuantSim:
         (qsdk.w8a8(kv_cache="int8"), "per tensor"),
         (qsdk.w8a8().override("*", kv_cache="int4", kv_cache_scales="head"), "per channel (axis 1)"),
         (qsdk.weight_only("int8", kv_cache="int4").override("*", kv_cache_scales="channel"), "per channel (axis 3)"),
+        (qsdk.w8a8(kv_cache="int8").for_dialect("onnxruntime"), "per tensor"),
     ],
-    ids=["int8", "int4 per head", "weights and int4 per channel"],
+    ids=["int8", "int4 per head", "weights and int4 per channel", "int8 where kernels alone are quantized"],
 )
 def test_the_file_generates_what_the_simulation_does(config: QuantConfig, granularity: str, tmp_path: Path) -> None:
     sim, ids = _sim(config), tokens(9, batch=2)
@@ -71,6 +72,15 @@ def test_keys_and_values_are_quantized_once() -> None:
     keys = cache.layers[0].keys.detach().numpy()
     assert np.array_equal(encoding.dequantize(encoding.quantize(keys)), keys)
     assert len(np.unique(keys)) > 50
+
+
+@pytest.mark.parametrize("config", [qsdk.w8a8(kv_cache="int8"), qsdk.weight_only("int8", kv_cache="int8")])
+def test_a_cache_has_one_grid_from_edge_to_edge_where_no_kernel_reads_it(config: QuantConfig) -> None:
+    sim = _sim(config.for_dialect("onnxruntime"))
+    decisions = sim.plan.decisions
+    for moved in ("add.1", "cat.2", "getitem.4", "reshape.0"):  # keys, behind their rotation
+        assert decisions[f"model.layers.0.self_attn/{moved}:output"].encoding_site == _KEY
+    assert {one.encoding_site for one in decisions.values() if one.quantized} <= sim.encodings.keys()
 
 
 @pytest.mark.slow
