@@ -56,6 +56,12 @@ def check(
     paired, number = _Paired(program, tallies), -1
     _compare_stored(program, stored, tallies)
     _compare_grids(program, encodings, tallies)
+    for site in encodings.keys() - tallies.keys():
+        tallies[site] = Tally("constant" if site in stored else "activation")
+        if site in stored:  # such as the slope of a LEAKY_RELU: what reads it is compared
+            tallies[site].remark = "no tensor of the file: an option of what reads it"
+        else:
+            tallies[site].fail("no tensor of the file is on its grid")
     for number, run in enumerate(runs):
         paired.compare(run, number)
     if number < 0:
@@ -103,9 +109,6 @@ def _compare_grids(program: Program, encodings: Mapping[str, Encoding], tallies:
         zero = encoding.zero_point - _SHIFTS.get(encoding.dtype.container, 0)
         if grid is None or not (np.array_equal(grid.scale, encoding.scale) and np.array_equal(grid.zero_point, zero)):
             tallies[site].fail("the file's scale or zero point is not the simulation's")
-    missing = encodings.keys() - program.facts["sites"].keys()
-    for site in missing:
-        tallies[site] = Tally("activation", remark="no tensor of the file: it is read by nothing, or stored")  # type: ignore[index]
 
 
 class _Paired:

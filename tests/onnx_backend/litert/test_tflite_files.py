@@ -11,8 +11,10 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import qsdk
+from onnx_backend.litert.check import check, opened
 from onnx_backend.litert.program import from_bytes
 from onnx_backend.litert.writer import regrouped
+from qsdk.verbs.doors.choose import door_of
 
 QUICK = ("mobilenet_v3", "sound", "unet")
 NAMES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NETWORKS]
@@ -115,6 +117,15 @@ def test_a_changed_weight_in_the_file_is_found(small, tmp_path):
     report = qsdk.check_parity(sim, tmp_path / "changed.tflite", [x], progress=False)
     assert not report.summary["passed"]
     assert next(row for row in report.rows if row["site"] == "3:weight")["max_lsb"] == 64
+
+
+def test_a_site_that_the_file_lacks_does_not_pass(small):
+    sim, x, path, _ = small
+    door, program = door_of(sim), opened(path)
+    del program.facts["sites"]["1:output"]
+    report = check(program, door.simulated([x]), door.stored_at_sites(), sim.encodings)
+    lacking = [row["site"] for row in report.rows if row.get("note") == "no tensor of the file is on its grid"]
+    assert (lacking, report.summary["passed"]) == (["1:output"], False)
 
 
 def test_another_sims_file_does_not_pass(small, tmp_path):
