@@ -442,6 +442,11 @@ def compare_program(sim: QuantSim, path: Path) -> dict[str, Any]:
         program = torch.export.load(file, extra_files=extra)
     sites = json.loads(extra[SITES])["sites"]
     example = sim.current_example
+    kinds = ((site, one) for site, one in sim.plan.decisions.items() if one.kind in ("input", "activation", "output"))
+    known = [site for site, one in kinds if one.encoding_site in sim.encodings and not one.passes_through]
+    lacking = [site for site in known if site not in sites]
+    if lacking:
+        raise ExportError(f"the program does not quantize {lacking[0]}, which the sim does; the file was not written")
     (seen, outputs), *_ = captures(sim, [example], forward=_call, progress=False)
     stored = stored_values(sim)
     wanted = {**seen, **{site: stored[site] for site in sites if site in stored}}

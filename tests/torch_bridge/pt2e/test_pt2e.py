@@ -195,3 +195,13 @@ def test_an_onnx_sim_and_options_of_onnx_are_refused(tmp_path: Path):
         export(quantize(tmp_path / "m.onnx", None), tmp_path / "m.pt2", format="pt2e")
     with pytest.raises(ConfigError, match="opset: for ONNX alone"):
         export(linear, tmp_path / "m.pt2", format="pt2e", opset=19)
+
+
+def test_a_program_that_lacks_a_site_of_the_sim_does_not_pass(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2)), torch.randn(8, 4)
+    for config in (w8a8().override("1", activation="float32"), w8a8()):
+        sim = calibrated(model, x, config)
+        if config.rules:
+            export(sim, tmp_path / "model.pt2", format="pt2e")
+    with pytest.raises(ExportError, match="the program does not quantize 1:output, which the sim does"):
+        compare_program(sim, tmp_path / "model.pt2")
