@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto, helper, inliner
 
+from onnx_backend.integer.codegen.equal_ranks import with_equal_ranks
 from onnx_backend.integer.codegen.expand import expand, live
 from onnx_backend.integer.codegen.runtime import CONTRIB, KernelChoice
 from onnx_backend.integer.exact_products import products_saturate
@@ -247,6 +248,8 @@ def _assembled(
     )
     assembled.producer_name = "qsdk"
     helper.set_model_props(assembled, metadata)
+    if kernels is not None:
+        with_equal_ranks(assembled, ctx.code_shapes)
     if portable:
         _rewrite(assembled, ctx, exact, bounds, model)
     return assembled

@@ -15,6 +15,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx_backend.integer.codegen import runtime, standard
 from onnx_backend.integer.codegen.rows import norm_codes, share_codes
 from onnx_backend.integer.codegen.runtime import KernelChoice
+from onnx_backend.integer.codegen.short_requantize import requantize_short
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import max_pool
 from onnx_backend.integer.ir.operations import (
@@ -135,7 +136,8 @@ def _write(
         for part in inputs.values():
             _write(b, part, {}, kernels)
         b.label = operation.result
-        if portable is None or not _in_32_bits(b, operation, portable):
+        short = kernels is not None and isinstance(operation, Requantization) and requantize_short(b, operation)
+        if not short and (portable is None or not _in_32_bits(b, operation, portable)):
             _STANDARD[type(operation)](b, operation)
         inputs = {}
     for part in (*inputs.values(), operation):

@@ -21,7 +21,7 @@ _EXPONENT = 30
 #: An exponential over 2**n is at most 2**-10 output steps, what a quotient that is rounded down can be off by.
 _LEAST = _EXPONENT + 10
 _ROOM = 63
-_UINT32, _UINT64 = TensorProto.UINT32, TensorProto.UINT64
+_INT64, _UINT32, _UINT64 = TensorProto.INT64, TensorProto.UINT32, TensorProto.UINT64
 #: Bits of an exponential in 32-bit products, the most and the fewest that are tried.
 _EXPONENTS = range(20, 15, -1)
 
@@ -84,14 +84,15 @@ def _in_32_bits(rows: Shares, steps: float, n: int) -> tuple[int, float] | None:
 
 # --- norms --------------------------------------------------------------------------------------------------------
 
-#: A variance is shifted to 60 or 61 bits by an even number of them; 8 of them, from 1 to 4, choose a chord of the root.
-_TOP, _CHORDS = 60, 8
-_PIECE = 16  # bits of a place on the chord
-_ROOT = 30  # bits of the reciprocal root
-#: A chord of `x**-0.5` over 2**-8 lies above it by at most an eighth of `2**-16 * 3 / 4` of it; and four roundings.
-_OFF_ROOT = 2.0 ** (-2 * _CHORDS) * 0.75 / 8.0 + 4.0 * 2.0 ** (1 - _ROOT)
-#: Bits that an epsilon is worth at least, so that it can be rounded.
-_EPSILON = 18
+#: A variance is divided by a power of 4 to a place in a table of reciprocal roots, from 2**_PLACES to four times that.
+_PLACES = 12
+_ROOT = 37  # bits of a reciprocal root of 1
+#: Half the width of a place, half of what the root makes of it, and the rounding of the table.
+_OFF_ROOT = 0.25 * 2.0**-_PLACES * (1.0 + 2.0**-_PLACES) + 2.0**-30
+#: Bits of the least variance, so that an epsilon can be rounded.
+_LEAST_VARIANCE = 15
+#: How the numbers of a row are computed, in this order of time.
+_CUT, _ROUNDED, _WIDE = range(3)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class _Plan:
 
     epsilon: int  # in units of the variance
     finer: int  # bits by which that unit is finer than that of `Norm.epsilon`, an even number
-    turns: range  # how often a variance can have to be multiplied by 4, so that it has 61 or 62 bits
+    downs: Array  # right shifts of a root from the table, by how often a variance is over 4**first
+    first: int
+    way: int  # of `_CUT`, `_ROUNDED` and `_WIDE`
     unit: int  # a normalized value is in units of 2**-unit first
     offset: int  # what is added to it so that it is not negative
     drop: int  # the bits of it that are cut off then
@@ -120,13 +123,13 @@ def norm_codes(b: Builder, op: Requantization, norm: Norm) -> bool:
     if any(a.size not in (1, norm.count) or (a.size > 1 and a.shape[-1] != a.size) for a in per_channel):
         return False
     gain, constant = (np.broadcast_to(a.reshape(-1), (norm.count,)) for a in per_channel)
-    plan = _plan(norm, gain / norm.scale / scale, constant / scale + op.encoding.zero_point, op.bounds)
-    if plan is None or plan.error > SOFTMAX_CLOSE:
+    steps = gain / norm.scale / scale, constant / scale + op.encoding.zero_point
+    plans = (_plan(norm, *steps, op.bounds, way) for way in (_CUT, _ROUNDED, _WIDE))
+    plan = next((plan for plan in plans if plan is not None and plan.error <= SOFTMAX_CLOSE), None)
+    if plan is None:
         return False
     u = b.cast(norm.codes, _UINT32)
-    ones = b.constant(np.ones((norm.count, 1)), np.uint32)
-    sums = b.cast(b.node("MatMul", [u, ones]), _UINT64)
-    factor, less = _row_factors(b, norm, sums, b.node("MatMul", [b.node("Mul", [u, u]), ones]), plan)
+    factor, less = _row_factors(b, norm, u, plan)
     value = b.node("Add", [b.node("Mul", [u, factor]), less])
     value = b.node("BitShift", [value, b.constant(plan.drop, np.uint32)], direction="RIGHT")
     value = b.node("Mul", [value, b.constant(plan.gain, np.uint32)])
@@ -139,7 +142,7 @@ def norm_codes(b: Builder, op: Requantization, norm: Norm) -> bool:
     return True
 
 
-def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int]) -> _Plan | None:
+def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int], way: int) -> _Plan | None:
     """Return the constants with the least error, None where they do not fit.
 
     Args:
@@ -147,20 +150,26 @@ def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int]) -> 
         gain: steps of the result for each unit of a normalized value.
         constant: the code of a normalized 0.
         bounds: smallest and largest code.
+        way: how the numbers of a row are computed.
     """
-    finer = max(0, _EPSILON - max(math.frexp(norm.epsilon)[1], 0))
+    least = math.frexp(norm.count - 1 + norm.epsilon)[1] - 1
+    finer = max(0, _LEAST_VARIANCE - least)
     finer += finer % 2
-    # rows of equal codes have no other variance, and beside that of any others the least here is nothing
-    epsilon = max(round(math.ldexp(norm.epsilon, finer)), (norm.count - 1 << finer) >> _EPSILON, 1)
+    epsilon = round(math.ldexp(norm.epsilon, finer))
     most = (norm.count**2 * norm.hi**2 // 4 << finer) + epsilon
-    if most.bit_length() > _TOP + 2:
+    if most.bit_length() > _ROOM:
         return None
-    turns = range((_TOP + 2 - most.bit_length()) // 2, (_TOP + 2 - epsilon.bit_length()) // 2 + 1)
-    relative = _OFF_ROOT + 2.0 ** -(_EPSILON + 1) + 0.25 / (epsilon + ((norm.count - 1) << finer))
+    relative = _OFF_ROOT + 0.25 / (epsilon + ((norm.count - 1) << finer))
     reach = math.sqrt(norm.count - 1)  # no normalized value is larger
-    unit = math.floor(math.log2((2.0**31 - 2.0**12) / (reach * (1.0 + 2.0**-12) + 1.0)))
-    unit = min(unit, _TOP - finer // 2 - turns[-1])
-    offset = math.ceil(math.ldexp(reach * (1.0 + 2.0 * relative), unit)) + norm.hi + 4
+    # of the numbers of a row the error is one unit, or half of it; a code is multiplied with it, or `count` codes
+    off = norm.hi + 2.0 if way == _WIDE else norm.count * norm.hi * (1.0 if way == _CUT else 0.5)
+    unit = math.floor(math.log2((2.0**31 - 2.0 * off - 2.0**12) / (reach * (1.0 + 2.0 * relative))))
+    first = (math.frexp(float(epsilon + (norm.count - 1 << finer)))[1] - 1 - _PLACES) // 2
+    turns = max(0, (most.bit_length() - _PLACES - 1) // 2 - first)
+    downs = np.arange(turns + 1) + (_ROOT + first - unit - finer // 2)
+    if downs[0] < 0:
+        return None
+    offset = math.ceil(math.ldexp(reach * (1.0 + 2.0 * relative), unit) + off) + 4
     steep = np.abs(gain)
     lift = 256 * max(0, math.ceil((reach * steep - constant).max() / 256.0 + 2.0**-7))
     shift = 31 - int((reach * steep + constant).max() + lift + 2.0).bit_length()
@@ -174,7 +183,7 @@ def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int]) -> 
         if np.abs(whole).max() >= 1 << 31:
             break
         off_gain = np.abs(np.ldexp(whole, unit - drop - shift) - gain)
-        steps = steep * (math.ldexp(0.5, drop - unit) + math.ldexp(norm.hi + 2.0, -unit)) + relative * shown
+        steps = steep * (math.ldexp(0.5, drop - unit) + math.ldexp(off, -unit)) + relative * shown
         error = float((steps + off_gain * np.minimum(reach, shown / np.maximum(steep, 1e-30))).max()) + 2.0**-shift
         if best is None or error < best[0]:
             best = error, drop, whole
@@ -184,31 +193,46 @@ def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int]) -> 
     centre = math.ldexp(offset, -drop) - 0.5  # of the numbers of which the last bits are cut off
     addend = np.rint(np.ldexp(constant + lift, shift) - whole * centre).astype(np.int64) + (1 << (shift - 1))
     wrapped = [values.astype(np.int64) & 0xFFFFFFFF for values in (whole, addend)]
-    return _Plan(epsilon, finer, turns, unit, offset, drop, shift, wrapped[0], wrapped[1], lift, error)
+    return _Plan(epsilon, finer, downs, first, way, unit, offset, drop, shift, wrapped[0], wrapped[1], lift, error)
 
 
-def _row_factors(b: Builder, norm: Norm, sums: str, squares: str, plan: _Plan) -> tuple[str, str]:
+def _row_factors(b: Builder, norm: Norm, u: str, plan: _Plan) -> tuple[str, str]:
     """Write the numbers of a row: the factor of its codes, and what is added to the products, modulo 2**32."""
-    finer, counts = plan.finer, np.asarray(plan.turns)
-    power = b.node("Mul", [b.cast(squares, _UINT64), b.constant(norm.count << finer, np.uint64)])
-    mean = b.node("Mul", [sums, b.constant(1 << finer, np.uint64)]) if finer else sums
-    wide = b.node("Sub", [power, b.node("Mul", [sums, mean])])
-    wide = b.node("Add", [wide, b.constant(plan.epsilon, np.uint64)])
-    ends = [1 << (_TOP + 2 - 2 * turn) for turn in plan.turns[1:]] or [0]
-    short = b.node("Less", [b.cast(wide, TensorProto.INT64), b.constant(ends, np.int64)])
-    turns = b.node("ReduceSum", [b.cast(short, TensorProto.INT32), b.constant([-1], np.int64)], keepdims=1)
-    raised = _shifted(b, wide, b.node("Gather", [b.constant(2 * counts, np.uint64), turns]), "LEFT")
-    place = _shifted(b, raised, b.constant(_TOP - _CHORDS - _PIECE, np.uint64))
-    index = b.cast(_shifted(b, place, b.constant(_PIECE, np.uint64)), TensorProto.INT32)
-    root = np.rint(math.ldexp(1.0, _ROOT) * (np.arange((4 << _CHORDS) + 1).clip(1) / (1 << _CHORDS)) ** -0.5)
-    start, fall = (b.node("Gather", [b.constant(values, np.uint64), index]) for values in (root[:-1], -np.diff(root)))
-    along = b.node("BitwiseAnd", [place, b.constant((1 << _PIECE) - 1, np.uint64)])
-    inverse = b.node("Sub", [start, _shifted(b, b.node("Mul", [along, fall]), b.constant(_PIECE, np.uint64))])
-    down = b.node("Gather", [b.constant(_TOP - plan.unit - finer // 2 - counts, np.uint64), turns])
-    pair = []
-    for number in (b.constant(norm.count, np.uint64), sums):
-        pair.append(b.cast(_shifted(b, b.node("Mul", [number, inverse]), down), _UINT32))
-    return pair[0], b.node("Sub", [b.constant(plan.offset, np.uint32), pair[1]])
+    count, wide = norm.count, norm.count**2 * norm.hi**2 // 4 >= 1 << 32
+    downs = plan.downs
+    sums = b.node("MatMul", [u, b.constant(np.ones((count, 1)), np.uint32)])
+    # below 2**32 the variance is right though what it is the difference of may not fit
+    column = b.constant(np.full((count, 1), 1 if wide else count), np.uint32)
+    power, mean = b.node("MatMul", [b.node("Mul", [u, u]), column]), sums
+    if wide:
+        power = b.node("Mul", [b.cast(power, _INT64), b.constant(count, np.int64)])
+        mean = b.cast(sums, _INT64)
+    variance = b.node("Sub", [power, b.node("Mul", [mean, mean])])
+    variance = variance if wide else b.cast(variance, _INT64)
+    if plan.finer:
+        variance = b.node("Mul", [variance, b.constant(1 << plan.finer, np.int64)])
+    variance = b.node("Add", [variance, b.constant(plan.epsilon, np.int64)])
+    powers = plan.first + np.arange(len(downs))
+    ends = (4 << _PLACES) * 4 ** powers[:-1] - 1 if len(downs) > 1 else [(1 << _ROOM) - 1]
+    above = b.node("Greater", [variance, b.constant(ends, np.int64)])
+    turns = b.node("ReduceSum", [b.cast(above, TensorProto.INT32), b.constant([-1], np.int64)], keepdims=1)
+    # of equal codes nothing is left that a root is multiplied with: any place will do
+    place = b.node("Div", [variance, b.node("Gather", [b.constant(4**powers, np.int64), turns])])
+    roots = math.ldexp(1.0, _ROOT) / np.sqrt(np.arange(4 << _PLACES).clip(1 << _PLACES) + 0.5)
+    if plan.way == _WIDE:
+        root = b.node("Gather", [b.constant(np.rint(roots), np.uint64), place])
+        down = b.node("Gather", [b.constant(downs, np.uint64), turns])
+        pair = []
+        for number in (b.constant(count, np.uint64), b.cast(sums, _UINT64)):
+            pair.append(b.cast(_shifted(b, b.node("Mul", [number, root]), down), _UINT32))
+        return pair[0], b.node("Sub", [b.constant(plan.offset, np.uint32), pair[1]])
+    root = b.node("Gather", [b.constant(np.rint(roots), np.uint32), place])
+    if plan.way == _ROUNDED:
+        halves = np.where(downs > 0, 1 << np.maximum(downs - 1, 0), 0)
+        root = b.node("Add", [root, b.node("Gather", [b.constant(halves, np.uint32), turns])])
+    root = _shifted(b, root, b.node("Gather", [b.constant(downs, np.uint32), turns]))
+    less = b.node("Sub", [b.constant(plan.offset, np.uint32), b.node("Mul", [sums, root])])
+    return b.node("Mul", [root, b.constant(count, np.uint32)]), less
 
 
 def _shifted(b: Builder, name: str, by: str, direction: str = "RIGHT") -> str:
