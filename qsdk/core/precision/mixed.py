@@ -14,16 +14,21 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, dtype_named, float32
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import FloatArray, SiteSample, advise, decibels, where_bits_buy_nothing
-from qsdk.core.precision.search import Assignment, Search, TimeBudget
+from qsdk.core.precision.kernels import coded_layers, raised_with, sites_on_codes
+from qsdk.core.precision.search import Assignment, Search, TimeBudget, as_it_is
 from qsdk.core.report import Report
 from qsdk.core.sims.biases import shifts_put_back_on_error
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import StatefulSim
+from qsdk.core.site import owner_of
 
 Level = Mapping[str, DType]
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
+#: in integer kernels a layer has 8 bits all around, or is in floats: wider activations are dequantized in every run
+KERNEL_LEVELS = ({"weight": "int8"}, {"weight": "float32", "activation": "float32"})
 EVALUATIONS = 12  # of the metric, which may be an hour's work
+_LEAST = 0.01  # of the budget; less time is the noise of times
 _WORTHWHILE = 0.1  # of the metric that is missing
 
 
@@ -32,6 +37,7 @@ class Candidate:
     """Sites that are raised together, because they share an encoding.
 
     Attributes:
+        home: the site that owns the encoding.
         sites: all of them.
         choice: `weight` or `activation`, the config's word for their kind.
         dtype: the present one.
@@ -41,6 +47,7 @@ class Candidate:
         rows: sites that hold rows of a table and share its encoding, with no noise of their own.
     """
 
+    home: str
     sites: tuple[str, ...]
     choice: str
     dtype: DType
@@ -90,8 +97,12 @@ def search_precision(
         references, evaluations = _references(sim, config, metric, as_given, shifted)
         options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
         at_outputs, most = [candidate.noise for candidate in candidates], max_evaluations - evaluations
-        search = Search(at_outputs, options, len(dtypes), evaluate, references["reference"] - max_drop, most)
-        chosen, met = search.run() if time is None else _in_time(search, time, take)
+        wanted = references["reference"] - max_drop
+        close: Callable[[Assignment], Assignment] = as_it_is
+        if time is not None and time.kernels:
+            close = _closing(sim, candidates, dtypes, options)
+        search = Search(at_outputs, options, len(dtypes), evaluate, wanted, most, close)
+        chosen, met = search.run() if time is None else _in_time(search, time, take, candidates)
         take(chosen)
     raised = [(c, dtypes[level - 1][c.choice]) for c, level in zip(candidates, chosen, strict=True) if level]
     facts: dict[str, Any] = {**references, "max_drop": max_drop, "met": met, **budget_remark(max_drop, references)}
@@ -176,11 +187,44 @@ def _references(
     return {"reference": given, "float_now": now}, 1 + moved
 
 
-def _in_time(search: Search, time: TimeBudget, take: Callable[[Assignment], None]) -> tuple[Assignment, bool]:
-    """Return what the search would raise as far as the time allows, and whether both budgets hold."""
+def _closing(
+    sim: StatefulSim, candidates: Sequence[Candidate], levels: Sequence[Level], options: Sequence[frozenset[int]]
+) -> Callable[[Assignment], Assignment]:
+    """Return what raises, to the first level in floats, all that lost its kernel with what an assignment raises."""
+    layers, others = list(coded_layers(sim.graph, sim.plan)), sites_on_codes(sim.graph, sim.plan)
+    before = {candidate.home: candidate.dtype for candidate in candidates}
+    floats = [
+        next((level for level in sorted(possible) if levels[level - 1][one.choice].kind == "float"), 0)
+        for one, possible in zip(candidates, options, strict=True)
+    ]
+
+    def close(assignment: Assignment) -> Assignment:
+        raised = {c.home: levels[at - 1][c.choice] for c, at in zip(candidates, assignment, strict=True) if at}
+        lost = raised_with(layers, others, before, raised)
+        both = zip(candidates, assignment, floats, strict=True)
+        return tuple((in_float or level) if one.home in lost else level for one, level, in_float in both)
+
+    return close
+
+
+def _in_time(
+    search: Search, time: TimeBudget, take: Callable[[Assignment], None], candidates: Sequence[Candidate]
+) -> tuple[Assignment, bool]:
+    """Return what the search would raise as far as the time allows, and whether both budgets hold.
+
+    The first to be raised are those that take the most noise away for their time, with all that goes with them.
+    """
     wanted, _ = search.run()
-    ranked = sorted(range(len(wanted)), key=lambda candidate: -search.noise[candidate])
-    chosen = time.fitted(wanted, ranked, take)
+
+    def worth(candidate: int) -> float:
+        alone = tuple(level if at == candidate else 0 for at, level in enumerate(wanted))
+        together = [at for at, level in enumerate(search.close(alone)) if level]
+        owners = {owner_of(site) for at in together for site in candidates[at].sites}
+        spent = sum(max(time.extra.get(owner, 0.0), 0.0) for owner in owners)
+        return sum(search.noise[at] for at in together) / (_LEAST * time.max_ms + spent)
+
+    ranked = sorted(range(len(wanted)), key=worth, reverse=True)
+    chosen = time.fitted(wanted, ranked, take, search.close)
     return chosen, search.metric_of(chosen) >= search.wanted and time.holds(chosen)
 
 
@@ -225,7 +269,7 @@ def _candidates(sim: StatefulSim, samples: Mapping[str, SiteSample], noise: Mapp
         sites = tuple(member.site for member in members if member.site not in rows)
         count, at_outputs = (sum(known.get(site, 0) for site in sites) for known in (elements, noise))
         known = encodings[home]
-        candidates.append(Candidate(sites, choice, known.dtype, int(count), at_outputs, known.frozen, rows))
+        candidates.append(Candidate(home, sites, choice, known.dtype, int(count), at_outputs, known.frozen, rows))
     return candidates
 
 

@@ -5,7 +5,7 @@ so nothing is evaluated that raises no more than what has failed; nor is anythin
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,8 +16,14 @@ from qsdk.core.errors import ConfigError
 #: of each candidate: 0 if it is unchanged, else the level that it is raised to
 Assignment = tuple[int, ...]
 _PIECES = 8  # that pruning begins with: halves are hardly ever spared, and few evaluations are left
+_NAMED, _NAMED_FROM = 3, 0.01  # layers in a remark, and the share of a run that one must lose
 #: times are noisy: what is no further over the budget than this stays, and what was taken back must be within it
 TOLERANCE = 0.05
+
+
+def as_it_is(assignment: Assignment) -> Assignment:
+    """Return an assignment in which nothing needs another candidate beside it."""
+    return assignment
 
 
 class Trial(NamedTuple):
@@ -38,6 +44,7 @@ class Search:
         evaluate: returns the metric of an assignment.
         wanted: the least metric allowed.
         most: evaluations to spend; after the first ones, which show whether a level suffices, the search stops there.
+        close: raises what must be raised beside the others too.
         trials: everything evaluated, in order.
     """
 
@@ -47,6 +54,7 @@ class Search:
     evaluate: Callable[[Assignment], float]
     wanted: float
     most: int
+    close: Callable[[Assignment], Assignment] = as_it_is
     trials: list[Trial] = field(default_factory=list)
 
     def run(self) -> tuple[Assignment, bool]:
@@ -77,7 +85,7 @@ class Search:
         for candidate in candidates:
             if level in self.options[candidate]:
                 raised[candidate] = level
-        return tuple(raised)
+        return self.close(tuple(raised))
 
     def _bisect(self, base: Assignment, level: int) -> tuple[Assignment, list[int], int]:
         """Return the shortest prefix of the ranking that reaches the wanted metric, as far as bisection finds it."""
@@ -127,6 +135,8 @@ class TimeBudget:
         measure: returns the milliseconds of the sim as it is now.
         most: measurements to spend, after which nothing is raised again.
         float_ms: milliseconds of the model in float, if they were measured.
+        extra: layer -> milliseconds that it takes more in float than now, if they were measured.
+        kernels: whether it is ONNX Runtime's integer kernels that are fast: a layer is raised with what it reads.
         times: every assignment that was measured.
     """
 
@@ -134,6 +144,8 @@ class TimeBudget:
     measure: Callable[[], float]
     most: int = 32
     float_ms: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+    kernels: bool = False
     times: dict[Assignment, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,13 +154,20 @@ class TimeBudget:
         if isinstance(given, bool) or not isinstance(given, int | float | np.number) or not given > 0.0:
             raise ConfigError(f"max_ms={given!r} is no budget; give the milliseconds of one run, a number above 0")
 
-    def fitted(self, wanted: Assignment, ranked: Sequence[int], take: Callable[[Assignment], None]) -> Assignment:
+    def fitted(
+        self,
+        wanted: Assignment,
+        ranked: Sequence[int],
+        take: Callable[[Assignment], None],
+        close: Callable[[Assignment], Assignment] = as_it_is,
+    ) -> Assignment:
         """Return an assignment, or as much of it as the time allows.
 
         Args:
             wanted: what a search would raise.
             ranked: all candidates, those first that need it most.
             take: gives the sim the precision of an assignment.
+            close: raises what must be raised beside the others too; nothing that is not raised in `wanted`.
         """
         nothing = (0,) * len(wanted)
         limit = max(self.max_ms, self._ms_of(nothing, take))
@@ -159,7 +178,7 @@ class TimeBudget:
             """Return `kept` with those of some candidates raised that fit, by halves, the first ones first."""
             if len(self.times) >= self.most:
                 return kept
-            fuller = tuple(wanted[place] if place in added else level for place, level in enumerate(kept))
+            fuller = close(tuple(wanted[place] if place in added else level for place, level in enumerate(kept)))
             if self._ms_of(fuller, take) <= limit:
                 return fuller
             if len(added) == 1:
@@ -180,7 +199,7 @@ class TimeBudget:
 
     def no_gain(self, chosen: Assignment) -> list[str]:
         """Return a remark where integers gain no time."""
-        return [] if self.float_ms is None else no_time_gained(self.times[chosen], self.float_ms)
+        return [] if self.float_ms is None else no_time_gained(self.times[chosen], self.float_ms, self.extra)
 
     def _ms_of(self, assignment: Assignment, take: Callable[[Assignment], None]) -> float:
         """Return the time of an assignment, measured once."""
@@ -190,12 +209,18 @@ class TimeBudget:
         return self.times[assignment]
 
 
-def no_time_gained(ms: float, float_ms: float) -> list[str]:
-    """Return a remark where a quantized model is no faster than the float one, beyond the noise of times."""
+def no_time_gained(ms: float, float_ms: float, extra: Mapping[str, float]) -> list[str]:
+    """Return a remark where a quantized model is no faster than the float one, beyond the noise of times.
+
+    `extra` is how much more each layer takes in float; the layers that take less are named.
+    """
     if ms <= (1.0 - TOLERANCE) * float_ms:
         return []
+    slower = sorted((layer for layer, more in extra.items() if more < -_NAMED_FROM * ms), key=lambda one: extra[one])
+    named = ", ".join(f"{layer} ({-extra[layer]:.2g} ms)" for layer in slower[:_NAMED])
     return [
-        f"a run takes {ms:.3g} ms, and {float_ms:.3g} ms in float: integers gain no time here; "
+        f"a run takes {ms:.3g} ms, {ms / float_ms:.3g} times the {float_ms:.3g} ms in float: integers gain no time here"
+        f"{f'; they take longest, over float, in {named}' if named else ''}; "
         "qsdk.analysis.profile(sim) says what takes it, and its cures what would help; else keep the float model, or "
         "fewer bytes with weight_only"
     ]

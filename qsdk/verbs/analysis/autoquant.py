@@ -26,7 +26,7 @@ from qsdk.core.run_options import Run, SeededOptions, run_of
 from qsdk.core.sims.state import SimState
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers
-from qsdk.verbs.analysis.precision import float_ms, mixed_precision
+from qsdk.verbs.analysis.precision import mixed_precision, times_in_float
 from qsdk.verbs.analysis.profile import profile
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.bias import correct_bias
@@ -453,9 +453,10 @@ class _Path:
         no_gain = where_bits_buy_nothing(self.sim.plan, self.sim.encodings)
         if self.times:
             times = profile(self.sim, runtime=self.times["runtime"], progress=False).summary
-            facts |= {"ms": float(times["ms"]), "float_ms": float_ms(self.sim, self.times["runtime"])}
+            in_float = times_in_float(self.sim, self.times["runtime"])
+            facts |= {"ms": float(times["ms"]), "float_ms": in_float.get("float_ms")}
             facts |= {"cures": times["cures"]} if "cures" in times else {}
-            no_gain = [*no_time_gained(facts["ms"], facts["float_ms"] or np.inf), *no_gain]
+            no_gain = [*no_time_gained(facts["ms"], facts["float_ms"] or np.inf, in_float.get("extra", {})), *no_gain]
             if facts["ms"] > self.times["max_ms"] * _SLACK:
                 missed.append(f"a run takes {facts['ms']:.4g} ms")
         facts |= {"passes": sum(row["passes"] or 0.0 for row in self.rows), "evaluations": self.evaluations}

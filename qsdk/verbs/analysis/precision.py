@@ -10,7 +10,7 @@ from onnx_backend.runtimes.registry import timed_runtime
 from qsdk.core.config.for_dialect import TimedRuntime
 from qsdk.core.precision import advice
 from qsdk.core.precision.advice import SiteSample
-from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, in_float32, require_budget, search_precision
+from qsdk.core.precision.mixed import EVALUATIONS, KERNEL_LEVELS, LEVELS, in_float32, require_budget, search_precision
 from qsdk.core.precision.search import TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, Run, run_of
@@ -19,7 +19,7 @@ from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.noise import layers_of, noise_of_layers, rounded_facts
-from qsdk.verbs.analysis.profile import profile
+from qsdk.verbs.analysis.profile import ms_by_layer, profile
 from qsdk.verbs.analysis.sensitivity import sensitivity_report
 from qsdk.verbs.doors.choose import Sim, door_of
 
@@ -64,7 +64,7 @@ def mixed_precision(
     metric: Callable[[Any], float],
     *,
     max_drop: float | None = None,
-    levels: Sequence[Mapping[str, str]] = LEVELS,
+    levels: Sequence[Mapping[str, str]] | None = None,
     max_evaluations: int = EVALUATIONS,
     max_ms: float | None = None,
     runtime: TimedRuntime | Callable[[Any], float] = "onnxruntime",
@@ -81,10 +81,12 @@ def mixed_precision(
         data: as for `calibrate`.
         metric: called with the sim; larger is better.
         max_drop: always to be given: how much it may fall below that of the float model that was given to `quantize`.
-        levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
+        levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`; None for
+            int8 and uint16, then float16, and with `max_ms` in ONNX Runtime for weights in int8, then float32.
         max_evaluations: of the metric; the few that show whether a level suffices are made in any case.
         max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
-            that allows, though the metric may then be missed.
+            that allows, though the metric may then be missed. In ONNX Runtime a layer and what it reads are raised
+            together, where its integer kernel would be lost.
         runtime: to measure in, by `profile` on random values; or a function of the sim that returns milliseconds.
         options: `forward`, `progress`; see `qsdk.options`.
 
@@ -114,7 +116,10 @@ def mixed_precision(
     require_budget(metric, max_drop)
     assert max_drop is not None
     door, config = door_of(sim), require_config(sim.config)
-    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), float_ms=float_ms(sim, runtime))
+    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), **times_in_float(sim, runtime))
+    if time is not None:
+        time.kernels = runtime == "onnxruntime"
+    levels = levels or (KERNEL_LEVELS if time is not None and time.kernels else LEVELS)
     samples, noise, facts = _ranked(sim, data, run)
     bounds: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, run.progress) as counted:
@@ -162,13 +167,21 @@ def _stopwatch(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> Call
     return lambda: float(profile(sim, runtime=runtime, progress=False).summary["ms"])
 
 
-def float_ms(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> float | None:
-    """Return the milliseconds of a sim with every site in float; None of a Q/DQ file, which has no float model."""
+def times_in_float(sim: Sim, runtime: TimedRuntime | Callable[[Any], float]) -> dict[str, Any]:
+    """Return `float_ms`, the milliseconds of a sim with every site in float, and `extra`, what each layer takes more.
+
+    Nothing of a Q/DQ file, which has no float model; a function that measures says nothing of layers.
+    """
     if sim.config is None:
-        return None
-    measure = _stopwatch(sim, runtime)
+        return {}
+    now = None if callable(runtime) else profile(sim, runtime=runtime, progress=False)
     with put_back_on_error(sim) as before:
         sim.replan(in_float32(sim.config))
-        found = measure()
+        then = runtime(sim) if callable(runtime) else profile(sim, runtime=runtime, progress=False)
         sim.restore(before)
-    return found
+    if now is None or not isinstance(then, Report):
+        return {"float_ms": then}
+    found, in_float = ms_by_layer(now), ms_by_layer(then)
+    layers = {*found, *in_float}
+    extra = {layer: in_float.get(layer, 0.0) - found.get(layer, 0.0) for layer in layers}
+    return {"float_ms": float(then.summary["ms"]), "extra": extra}

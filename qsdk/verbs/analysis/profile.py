@@ -122,14 +122,16 @@ def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
     """Return the model that an application runs: the file, or what is exported of a calibrated sim for a runtime."""
     if isinstance(source, str | os.PathLike | ModelProto):
         return model_io.load(source)
-    return exported(source, registry.timed_runtime(runtime).name)[0]
+    return exported(source, registry.timed_runtime(runtime).name, check=False)[0]
 
 
-def exported(sim: Sim, dialect: AnyDialect, prefer: Literal["speed", "size"] = "speed") -> tuple[ModelProto, Report]:
+def exported(
+    sim: Sim, dialect: AnyDialect, prefer: Literal["speed", "size"] = "speed", *, check: bool = True
+) -> tuple[ModelProto, Report]:
     """Return what is exported of a calibrated sim, and the report on it."""
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
         path = Path(folder) / "model.onnx"
-        report = export(sim, path, dialect=dialect, prefer=prefer)
+        report = export(sim, path, dialect=dialect, prefer=prefer, check=check)
         return model_io.with_weights(model_io.load(path)), report
 
 

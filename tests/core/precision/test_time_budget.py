@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsdk import ConfigError
-from qsdk.core.precision.search import Assignment, TimeBudget
+from qsdk.core.precision.search import Assignment, TimeBudget, no_time_gained
 
 
 class Clock:
@@ -93,6 +93,25 @@ def test_the_result_fits_and_no_assignment_is_measured_twice(costs: list[float],
         now = clock.measure()
         left = [c for c, level, most in zip(costs, chosen, wanted, strict=True) if level != most]
         assert all(now + cost > limit * (1 - 1e-9) for cost in left)
+
+
+def test_what_must_go_with_another_goes_with_it_or_not_at_all():
+    """The second candidate takes 3 ms, and the first cannot be raised without it."""
+    clock = Clock([0.0, 3.0, 1.0])
+
+    def close(assignment: Assignment) -> Assignment:
+        return (assignment[0], max(assignment[:2]), assignment[2])
+
+    for max_ms, chosen in ((12.0, (0, 0, 1)), (13.5, (1, 1, 0)), (14.0, (1, 1, 1))):
+        assert TimeBudget(max_ms, clock.measure).fitted((1, 1, 1), range(3), clock.take, close) == chosen
+
+
+def test_layers_that_are_slower_in_integers_are_named_the_worst_first():
+    extra = {"a": -1.0, "b": 2.0, "c": -3.0, "d": -0.01, "e": -0.5, "f": -0.4}
+    (said,) = no_time_gained(10.0, 8.0, extra)
+    assert "a run takes 10 ms, 1.25 times the 8 ms in float" in said
+    assert "in c (3 ms), a (1 ms), e (0.5 ms);" in said
+    assert no_time_gained(7.0, 8.0, extra) == []
 
 
 @pytest.mark.parametrize("given_budget", [0, -1.0, math.nan, "5", True])
