@@ -272,6 +272,9 @@ def test_a_chain_that_qsdk_does_not_know_and_the_longest_of_two():
     plan = make_plan(b.graph(y), replace(w8a8(), supergroups=("Conv+Abs", "Conv+Abs+Tanh")))
     assert site(plan, "conv:output").reason == site(plan, "abs:output").reason == "inside Conv+Abs+Tanh"
     assert spec_of(plan, "tanh:output").fixed_range == (-1.0, 1.0)
+    cut = replace(w8a8(), supergroups=("Conv+Abs+Tanh",)).override("tanh", supergroup=False)
+    plan = make_plan(b.graph(y), cut)
+    assert (site(plan, "conv:output").reason, site(plan, "abs:output").reason) == ("inside Conv+Abs", "Conv+Abs")
     b.tensors[-1] = replace(b.tensors[-1], site="t:output")
     plan = make_plan(b.graph(b.ops[-2].outputs[0], y), replace(w8a8(), supergroups=("Conv+Abs", "Conv+Abs+Tanh")))
     assert site(plan, "conv:output").reason == "inside Conv+Abs"

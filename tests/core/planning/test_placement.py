@@ -66,6 +66,8 @@ def test_a_product_of_a_stored_tensor_that_is_no_weight_reads_floats():
     positions = b.stored(None, (8, 8), value=[[0.5] * 8] * 8)
     read = b.op("MatMul", [positions, b.op("Exp", [b.input()], "exp:output")], "mixed:output")
     assert states(b, read)["exp"] == "float"
+    vector = b.op("MatMul", [b.op("Exp", [0], "read:output"), b.stored("shift:weight", (8,))], "vector:output")
+    assert states(b, vector)["read"] == "float"
     both = b.op("MatMul", [b.op("Exp", [0], "left:output"), b.op("Sin", [0], "right:output")], "product:output")
     assert {states(b, both)[name] for name in ("left", "right")} == {"quantized"}
 

@@ -158,6 +158,7 @@ def test_a_rule_says_which_layers_round_their_input_and_the_others_keep_it(confi
         weight_only("int2", compute="int8"),
         weight_only("int4", compute="int8").override("first", weight="float32").override("second", weight="int16"),
         w8a8().for_dialect("onnxruntime"),
+        replace(w8a8(), compute="int8"),  # their inputs have pairs
     ],
     ids=str,
 )
