@@ -8,7 +8,7 @@
 What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are in docs/.
 
     enter       quantize quantize_checkpoint inputs_only options demo
-    configs     w8a8 w8a16 w4a8 w4a16 weight_only QuantConfig load_config
+    configs     w8a8 w8a16 w4a8 w4a16 block_scaled weight_only QuantConfig load_config
     calibrate   calibrate reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
     train       distill_loss; in qsdk.train: callbacks Distilled freeze_ranges tune_ranges
@@ -22,7 +22,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     classes     QuantSim OnnxSim Report Encoding
     dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
                 float32 float8e4m3fn float8e5m2 float4e2m1, of the class DType; in qsdk.dtypes:
-                BlockFormat float8e4m3fnuz float8e5m2fnuz float8e8m0 mxfp4 mxfp8 nvfp4
+                BlockFormat float8e4m3fnuz float8e5m2fnuz float8e8m0 mxfp4 mxfp8 mxint8 nvfp4
     errors      QsdkError, above ConfigError ModelError DataError CalibrationError
                 ExportError FileFormatError IntegerError
 
@@ -33,7 +33,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qsdk.core.aimet_config.load_config import load_config
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
+from qsdk.core.config.config import QuantConfig, block_scaled, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.errors import (
     CalibrationError,
     ConfigError,
@@ -123,7 +123,7 @@ _VERBS = {name: file for file, names in _FILES.items() for name in names.split()
 #: what few need, by the module that has it
 _ELSEWHERE = {
     "analysis": ("advise", "error_by_position", "next_token_agreement", "perplexity", "profile"),
-    "dtypes": ("BlockFormat", "float8e4m3fnuz", "float8e5m2fnuz", "float8e8m0", "mxfp4", "mxfp8", "nvfp4"),
+    "dtypes": ("BlockFormat", "float8e4m3fnuz", "float8e5m2fnuz", "float8e8m0", "mxfp4", "mxfp8", "mxint8", "nvfp4"),
     "train": ("Distilled", "callbacks", "freeze_ranges", "tune_ranges"),
 }
 
@@ -168,6 +168,7 @@ __all__ = [
     "w8a16",
     "w4a8",
     "w4a16",
+    "block_scaled",
     "weight_only",
     "DType",
     "Encoding",

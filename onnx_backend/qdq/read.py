@@ -176,7 +176,7 @@ def _dtype(node: NodeProto, quantize: NodeProto | None, stored: Mapping[str, Ten
 def _parameters(
     node: NodeProto, stored: Mapping[str, TensorProto], made_by: Mapping[str, NodeProto]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    found = block_scales(made_by.get(node.input[1]), stored)
+    found = block_scales(node.input[1], stored, made_by)
     for name in node.input[1:3] if found is None else node.input[2:3]:
         if name and name not in stored:
             raise FileFormatError(f"{node_label(node)} computes its parameter {name!r}; only stored ones can be read")
@@ -186,14 +186,25 @@ def _parameters(
     return scale, np.zeros(scale.shape, np.int32)
 
 
-def block_scales(node: NodeProto | None, stored: Mapping[str, TensorProto]) -> npt.NDArray[np.float32] | None:
-    """Return the scales that a node computes from narrow ones and one float32 (NVFP4's two levels), or None."""
-    if node is None or node.op_type != "DequantizeLinear" or any(name not in stored for name in node.input):
+def block_scales(
+    name: str, stored: Mapping[str, TensorProto], made_by: Mapping[str, NodeProto]
+) -> npt.NDArray[np.float32] | None:
+    """Return the scales that are computed from narrow ones and one float32 (NVFP4's two levels), or None.
+
+    They are a quotient here, and the result of a DequantizeLinear in files of others.
+    """
+    node = made_by.get(name)
+    if node is None or node.op_type not in ("DequantizeLinear", "Div") or len(node.input) != 2:
         return None
-    codes, scale = (array(stored[name]) for name in node.input[:2])
-    if len(node.input) != 2 or scale.size != 1 or scale.dtype != np.float32:
+    cast = made_by.get(node.input[0]) if node.op_type == "Div" else None
+    codes_name = cast.input[0] if cast is not None and cast.op_type == "Cast" else node.input[0]
+    if codes_name not in stored or node.input[1] not in stored:
         return None
-    return np.asarray(codes.astype(np.float32) * scale.reshape(()), np.float32)
+    codes, scale = array(stored[codes_name]), array(stored[node.input[1]])
+    if scale.size != 1 or scale.dtype != np.float32:
+        return None
+    values, one = codes.astype(np.float32), scale.reshape(())
+    return np.asarray(values / one if node.op_type == "Div" else values * one, np.float32)
 
 
 def _permutation(facts: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -253,8 +264,17 @@ def _narrowed(
 
 
 def require_written(decisions: Iterable[Decision]) -> None:
-    """Refuse activations with the range of each token: ONNX has no quantizer for them, and what computes it is slow."""
+    """Refuse activations with the range of each token: ONNX has no quantizer for them, and what computes it is slow.
+
+    Those in blocks are refused too: ONNX Runtime has no float4, nor blocks whose scales are found at run time.
+    """
     for decision in decisions:
+        if decision.spec is not None and decision.spec.blocks is not None:
+            raise ExportError(
+                f"{decision.site} has blocks of {decision.spec.blocks} whose scales are found while the model runs, "
+                "which no ONNX runtime has a kernel; quantize the module in PyTorch and export with "
+                'format="compressed-tensors", or choose another activation='
+            )
         if (
             decision.spec is not None
             and decision.spec.dynamic == "token"

@@ -150,15 +150,13 @@ def _parameters(
     factors = float8_scales(encoding) if narrow == float8e4m3fn else None
     if factors is None:
         return parameters(at, site, encoding, scale, zero_point, with_zero_point), {}
-    # two levels: this DequantizeLinear computes the scales of the other
-    exact = np.array((scale / factors.tensor_scale).astype(factors.codes.dtype), order="C")
-    inputs = [
-        at.initializer(exact, f"{site}/scale_codes"),
-        at.initializer(np.array(factors.tensor_scale), f"{site}/scale_scale"),
-    ]
-    scales = at.fresh(f"{site}/scale")
-    inner = at.add("DequantizeLinear", inputs, scales, at.fresh(f"{site}/scale_dequantize"))
-    set_metadata(inner, scales_of=site)
+    # two levels: a DequantizeLinear of the scales would multiply, which no number makes equal to this quotient
+    exact = np.array((scale * factors.divisor).astype(factors.codes.dtype), order="C")
+    codes = at.initializer(exact, f"{site}/scale_codes")
+    divisor = at.initializer(np.array(factors.divisor), f"{site}/scale_divisor")
+    values, scales = at.fresh(f"{site}/scale_values"), at.fresh(f"{site}/scale")
+    at.add("Cast", [codes], values, at.fresh(f"{site}/scale_cast"), to=int(TensorProto.FLOAT))
+    set_metadata(at.add("Div", [values, divisor], scales, at.fresh(f"{site}/scale_divide")), scales_of=site)
     return [scales], {}
 
 

@@ -303,7 +303,7 @@ def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto
     scales = {
         node.input[1]: block
         for node in graph.node
-        if node.op_type == "DequantizeLinear" and (block := block_scales(makers.get(node.input[1]), stored)) is not None
+        if node.op_type == "DequantizeLinear" and (block := block_scales(node.input[1], stored, makers)) is not None
     }
     outputs = {value.name for value in graph.output}
     found: dict[str, npt.NDArray[np.float32]] = {}

@@ -14,10 +14,14 @@ from qsdk.core.config.json_form import read_choice
 from qsdk.core.config.rules import CHOICES
 from qsdk.core.config.target import is_target_file, shipped_targets
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS
 from qsdk.core.ranges.estimators import METHODS
 
 CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
-CONFIGS = "w8a8, w8a16, w4a8, w4a16 (w8a8kv8: a cache of 8 bits), weight_only (4 bits) or a JSON file"
+CONFIGS = (
+    "w8a8, w8a16, w4a8, w4a16 (w8a8kv8: a cache of 8 bits), weight_only (4 bits), nvfp4, mxfp4, mxfp8, mxint8 or a "
+    "JSON file"
+)
 
 
 def add_command(commands: Any, name: str, text: str, example: str, run: str) -> argparse.ArgumentParser:
@@ -402,6 +406,8 @@ def config_of(
     preset = preset_named(name)
     if given and preset is None:
         raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for a preset; write it into {name} instead")
+    if block_size is not None and name in BLOCK_FORMATS:
+        raise ConfigError(f"--block-size is not for {name}, which has blocks of {BLOCK_FORMATS[name].block_size}")
     config = preset(**given) if given and preset is not None else load_config(name)
     for pattern, text in overrides:
         where, parts = f"--override {pattern} {text}", [part.partition("=") for part in text.split(",")]

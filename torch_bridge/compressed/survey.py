@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ from torch import nn
 from qsdk.core.errors import ExportError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import SHAPE_OPS
-from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, BlockFormat, DType, nvfp4
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, whole_blocks
+from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of, whole_blocks
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.ties import JOINS, keeps_grid
 from qsdk.core.site import owner_of, port_of, site_name, without_calls
@@ -30,11 +31,47 @@ class NoFieldError(Exception):
     """The format has no field for something; the text says for what."""
 
 
+#: format of blocks -> the name of its layout
+_LAYOUTS = MappingProxyType(
+    {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
+)
+
+
+def block_format_of(spec: Spec) -> BlockFormat | None:
+    """Return the format of blocks that the scales of a weight or an activation are in, else None."""
+    if spec.blocks is not None:
+        return spec.blocks
+    wanted = (spec.dtype, spec.scale_dtype, block_size_of(spec.granularity))
+    return next((one for one in BLOCK_FORMATS.values() if (one.dtype, one.scale_dtype, one.block_size) == wanted), None)
+
+
+def _block_arguments(form: BlockFormat, dynamic: bool | str) -> Arguments:
+    if form.name not in _LAYOUTS:
+        raise NoFieldError(f"blocks of {form} have no layout; {', '.join(_LAYOUTS)} have")
+    nv = form == nvfp4
+    scale = "torch.float8_e4m3fn" if nv else "torch.uint8"
+    return {
+        "num_bits": form.bits,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": dynamic,
+        "strategy": "tensor_group" if nv else "group",
+        "group_size": form.block_size,
+        "scale_dtype": scale,
+        "zp_dtype": scale,
+    }
+
+
 def weight_arguments(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> Arguments:
     """Return what the format says of a weight [output channels, input channels]."""
     dtype, granularity = spec.dtype, spec.granularity
+    if (form := block_format_of(spec)) is not None:
+        if axis_of(granularity) != 1 or shape[1] % form.block_size:
+            sizes = whole_blocks([shape[1]], form.block_size)
+            raise NoFieldError(f"blocks of {form.block_size} do not divide its {shape[1]} input channels; {sizes}")
+        return _block_arguments(form, False)
     if dtype.name != _FLOAT8 and not (dtype.is_integer and dtype.bits in (4, 8)):
-        raise NoFieldError(f"a weight of {dtype} has no field; int4, int8 and float8e4m3fn have")
+        raise NoFieldError(f"a weight of {dtype} has no field; int4, int8, float8e4m3fn, {', '.join(_LAYOUTS)} have")
     axis = axis_of(granularity)
     if isinstance(granularity, PerBlock):
         if dtype.name == _FLOAT8:
@@ -51,6 +88,8 @@ def weight_arguments(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> 
 def input_arguments(spec: Spec, encoding: Encoding | None) -> Arguments:
     """Return what the format says of the activation that a layer reads; one with a range per token has no encoding."""
     dtype = spec.dtype
+    if spec.blocks is not None:
+        return _block_arguments(spec.blocks, "local" if encoding is not None else True)
     if encoding is None:
         return {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
     if dtype.name not in (_FLOAT8, "int8", "uint8"):
@@ -62,6 +101,9 @@ def input_arguments(spec: Spec, encoding: Encoding | None) -> Arguments:
 
 def format_of(weights: Arguments, inputs: Arguments | None) -> str:
     """Return the name of the layout of a layer's tensors, as compressed-tensors itself derives it."""
+    if "scale_dtype" in weights:
+        mx = "mxfp4" if weights["num_bits"] == 4 else "mxfp8"
+        return _LAYOUTS["nvfp4" if weights["strategy"] == "tensor_group" else mx]
     if weights["type"] == "float":
         return "float-quantized"
     return "pack-quantized" if inputs is None else "int-quantized"
@@ -144,7 +186,7 @@ def _encoding_site(graph: Graph, plan: Plan, tensor: int) -> str | None:
     decision = plan.decisions.get(graph.tensors[current].site or "")
     if decision is not None and (decision.dynamic or decision.tied_dynamically):
         home = plan.decisions[decision.encoding_site]
-        if home.spec is not None and home.spec.dynamic == "token":
+        if home.spec is not None and (home.spec.dynamic == "token" or home.spec.blocks is not None):
             return home.site
         raise NoFieldError(f"{decision.site} has a range found while the model runs, as uint8 with a zero point")
     return decision.encoding_site if decision is not None and decision.quantized else None
@@ -235,7 +277,7 @@ def _layer(
     called = any(port_of(site) == "output" and without_calls(owner_of(site)) == path for site in plan.decisions)
     if float_class(module).forward is not nn.Linear.forward or not called:
         raise NoFieldError("its input is quantized, but the module that has it is not called as a Linear")
-    known = None if own.dynamic else encodings[source]
+    known = encodings[source] if own.has_encoding else None
     return CompressedLayer(path, weights, input_arguments(own, known), encodings[site], known), source
 
 

@@ -9,12 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from qsdk.core.atomic_files import Stage, staging
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics import affine
+from qsdk.core.numerics.block_scales import float8_scales
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
@@ -105,6 +108,8 @@ def file_tensors(
 def _compressed(weight: Tensor, layer: CompressedLayer, quantizers: Mapping[str, Quantizer]) -> dict[str, Tensor]:
     """Return the tensors of a layer, which give the weight of the sim to the last bit."""
     site, prefix = site_name(layer.path, "weight"), f"{layer.path}." if layer.path else ""
+    if "scale_dtype" in layer.weights:
+        return {prefix + name: tensor.contiguous() for name, tensor in _in_blocks(weight, layer, quantizers).items()}
     codes = codes_of(weight, layer.encoding).cpu()
     scale, zero_point = scales_of(layer.encoding, weight.dtype)
     if not torch.equal(as_read(codes, scale, zero_point), quantizers[site](weight.detach()).cpu()):
@@ -127,6 +132,30 @@ def _compressed(weight: Tensor, layer: CompressedLayer, quantizers: Mapping[str,
         if not layer.inputs["symmetric"]:
             result["input_zero_point"] = zero
     return {prefix + name: tensor.contiguous() for name, tensor in result.items()}
+
+
+def _in_blocks(weight: Tensor, layer: CompressedLayer, quantizers: Mapping[str, Quantizer]) -> dict[str, Tensor]:
+    """Return the tensors of a layer in a format of blocks: float4 two in a byte, or float8, and scales in one byte."""
+    site, encoding = site_name(layer.path, "weight"), layer.encoding
+    codes = encoding.quantize(weight.detach().float().cpu().numpy())
+    expected = quantizers[site](weight.detach()).cpu()
+    if not torch.equal(torch.from_numpy(encoding.dequantize(codes)).to(weight.dtype), expected):
+        raise ExportError(f"the blocks of {site} do not give the weight that the sim has; calibrate it again")
+    parts = float8_scales(encoding) if layer.format.startswith("nvfp4") else None
+    scale = encoding.scale.astype(ml_dtypes.float8_e8m0fnu) if parts is None else parts.codes
+    result = {"weight_scale": torch.from_numpy(scale.view(np.uint8).copy())}
+    if parts is not None:
+        result["weight_scale"] = result["weight_scale"].view(torch.float8_e4m3fn)
+        result["weight_global_scale"] = torch.tensor([float(parts.divisor)])
+    bits = torch.from_numpy(codes.view(np.uint8).copy())
+    if encoding.dtype.bits == 4:
+        result["weight_packed"] = bits[:, ::2] | bits[:, 1::2] << 4
+    else:
+        result["weight"] = bits.view(torch.float8_e4m3fn)
+    if layer.input_encoding is not None:
+        peak = layer.input_encoding.high
+        result["input_global_scale"] = torch.from_numpy(np.float32(affine.float8_divisor(peak)))
+    return result
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -368,7 +397,9 @@ def _form(layer: CompressedLayer) -> str:
     size = f" of {layer.weights['group_size']}" if "group_size" in layer.weights else ""
     inputs = layer.input_encoding
     read = f", reads {inputs.dtype.name} of scale {inputs.scale[0]:.4g}" if inputs is not None else ""
-    if inputs is None and layer.inputs is not None:
+    if layer.inputs is not None and "group_size" in layer.inputs:
+        read = f", reads blocks of {layer.inputs['group_size']} with scales found at run time"
+    elif inputs is None and layer.inputs is not None:
         read = ", reads int8 with the scale of each token"
     return f"{layer.format}, {layer.weights['strategy']}{size}{read}"
 

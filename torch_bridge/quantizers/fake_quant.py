@@ -422,6 +422,26 @@ class _CastStraightThrough(torch.autograd.Function):
         return grads[0], None
 
 
+class _InPlaceOf(torch.autograd.Function):
+    """Another tensor, with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return other.view_as(other)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x."""
+        return grads[0], None
+
+
+def in_place_of(x: Tensor, other: Tensor) -> Tensor:
+    """Return another tensor of x's shape, whose gradient goes to x."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return other
+    return _InPlaceOf.apply(x, other)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def cast_straight_through(x: Tensor, dtype: DType) -> Tensor:
     """Return x as it is read back after being stored in a float dtype; the gradient passes straight through."""
     return _CastStraightThrough.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]

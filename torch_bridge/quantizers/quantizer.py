@@ -7,7 +7,7 @@ both roundings. Checkpoints with learned values load into trained and untrained 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,19 +18,21 @@ from torch.nn import functional
 
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics import affine
-from qsdk.core.numerics.block_scales import last_place
-from qsdk.core.numerics.dtypes import DType, float8e8m0
+from qsdk.core.numerics.block_scales import EXPONENT_BITS, last_place
+from qsdk.core.numerics.dtypes import BlockFormat, DType, float8e4m3fn, float8e8m0, int8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
 from qsdk.core.planning.plan import WHOLE, Decision
 from torch_bridge.quantizers.fake_quant import (
     CompiledKernels,
     FakeQuantGrid,
+    cast,
     cast_straight_through,
     clip,
     fake_quantize,
     fake_quantize_bias,
     fake_quantize_minifloat,
+    in_place_of,
     runs_per_tensor,
 )
 from torch_bridge.torch_values.sharding import full_tensor_of
@@ -153,7 +155,7 @@ class Quantizer:
     def can_learn_scale(self) -> bool:
         """Return whether training may change its scales, and each on its own."""
         own = self.spec.scale_dtype in (None, float8e8m0)  # not a small number times one factor per channel or tensor
-        return self.owns_encoding and not self.frozen and own
+        return self.owns_encoding and not self.frozen and own and not self.spec.dynamic
 
     @property
     def can_learn_zero_point(self) -> bool:
@@ -222,7 +224,7 @@ class Quantizer:
             # as in the file, where QuantizeLinear and DequantizeLinear compute in float32 whatever they are given
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
-            return _fake_quantize_tokens(x, spec.dtype) if spec.dynamic == "token" else _fake_quantize_dynamic(x)
+            return self._with_own_ranges(x)
         scale, zero_point = self.scale_and_zero_point()
         if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._align(scale, x), spec.dtype)
@@ -240,6 +242,13 @@ class Quantizer:
             apart = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
             return fake_quantize(apart, of_block, zero, grid).flatten(axis, axis + 1)
         return fake_quantize(x, self._align(scale, x), self._align(zero_point, x), grid)
+
+    def _with_own_ranges(self, x: Tensor) -> Tensor:
+        """Return x on grids whose ranges are found now."""
+        if self.spec.blocks is not None:
+            peak = self.scale_and_zero_point()[0] * self.spec.dtype.hi if self.decision.quantized else None
+            return fake_quantize_dynamic_blocks(x, self.spec.blocks, peak)
+        return _fake_quantize_tokens(x, self.spec.dtype) if self.spec.dynamic == "token" else _fake_quantize_dynamic(x)
 
     def quantize_relu(self, x: Tensor, ceiling: float) -> Tensor | None:
         """Return `x.clamp(0, ceiling)` on the site's grid, computed by one operation; None where that takes two.
@@ -333,14 +342,50 @@ def fake_quantize_blocks(x: Tensor, block: int) -> Tensor:
         return _fake_quantize_dynamic(x)
     if x.dtype != torch.float32:
         return fake_quantize_blocks(x.float(), block).to(x.dtype)
-    if x.numel() == 0:
+    return _in_blocks(x, block, int8, affine.block_scale)
+
+
+def fake_quantize_dynamic_blocks(x: Tensor, form: BlockFormat, peak: Tensor | None) -> Tensor:
+    """Fake-quantize each block along the last axis with the scale that a format finds for it.
+
+    `peak` is the largest absolute value that NVFP4's scales are made for, of one element; None for the other formats.
+    """
+    if peak is None:
+        return _in_blocks(x, form.block_size, form.dtype, lambda top: _power_of_two_scale(top, form.dtype))
+    divisor = affine.float8_divisor(peak.detach())
+
+    def scale_of(top: Tensor) -> Tensor:
+        scale: Tensor = affine.float8_codes(top / form.dtype.hi, divisor, lambda x: cast(x, float8e4m3fn)) / divisor
+        return scale
+
+    return _in_blocks(x, form.block_size, form.dtype, scale_of)
+
+
+def _power_of_two_scale(peak: Tensor, dtype: DType) -> Tensor:
+    scale: Tensor = affine.power_of_two_scale(peak, dtype, _floor_power)
+    return scale
+
+
+def _floor_power(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+
+
+def _in_blocks(x: Tensor, block: int, dtype: DType, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Fake-quantize each block along the last axis with the scale of its largest absolute value; the last is filled.
+
+    The gradient passes straight through, for the largest of a block too: its scale is rounded, and follows it.
+    """
+    if x.numel() == 0 or x.ndim == 0:
         return x
-    channels = x.shape[-1]
-    whole = functional.pad(x, (0, -channels % block)) if channels % block else x
+    channels, plain = x.shape[-1], x.detach()
+    whole = functional.pad(plain, (0, -channels % block)) if channels % block else plain
     blocks = whole.reshape(*whole.shape[:-1], -1, block)
-    scale = affine.block_scale(blocks.detach().abs().amax(-1, keepdim=True))
-    rounded = fake_quantize(blocks, scale, torch.zeros_like(scale), FakeQuantGrid(-128, 127))
-    return rounded.flatten(-2)[..., :channels]
+    scale = scale_of(blocks.abs().amax(-1, keepdim=True))
+    if dtype.is_integer:
+        rounded = fake_quantize(blocks, scale, torch.zeros_like(scale), FakeQuantGrid(dtype.lo, dtype.hi))
+    else:
+        rounded = fake_quantize_minifloat(blocks, scale, dtype)
+    return in_place_of(x, rounded.flatten(-2)[..., :channels])
 
 
 def _fake_quantize_dynamic(x: Tensor) -> Tensor:

@@ -5,17 +5,20 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
+from qsdk.core.config.config import QuantConfig, block_scaled, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.errors import ConfigError
 from qsdk.core.missing_names import other_config, other_widths
+from qsdk.core.numerics.dtypes import BlockName
 from qsdk.core.read_files import parse_json, read_text
 
-PRESETS: Mapping[str, Callable[..., QuantConfig]] = MappingProxyType(
-    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16, "weight_only": weight_only}
+_Preset = Callable[..., QuantConfig]
+_IN_BLOCKS: dict[str, _Preset] = {name: partial(block_scaled, name) for name in get_args(BlockName)}
+PRESETS: Mapping[str, _Preset] = MappingProxyType(
+    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16, "weight_only": weight_only, **_IN_BLOCKS}
 )
 
 

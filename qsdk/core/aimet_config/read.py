@@ -11,7 +11,7 @@ from qsdk.core.config.rules import OF_TORCH, as_fixed_range
 from qsdk.core.encodings.checked import Checked
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import LINEAR, ONNX_OPS
-from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, float32, int32
+from qsdk.core.numerics.dtypes import BlockFormat, DType, ElementType, dtype_named, float32, int32
 from qsdk.core.planning.hardware import GENERIC, HARDWARE
 from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.report import Report
@@ -125,7 +125,7 @@ def _default_params(reading: _ConfigReader, part: Checked) -> None:
 def _grids(reading: _ConfigReader, part: Checked) -> None:
     strict, unsigned = part.part("strict_symmetric"), part.part("unsigned_symmetric")
     config = reading.config
-    weight, activation = _weight(config), config.activation
+    weight, activation = _plain(config.weight), _plain(config.activation)
     if config.symmetric_activations and not unsigned.flag(False):
         activation = _signed(activation)
     if strict.flag(False):
@@ -172,16 +172,16 @@ def _param(reading: _ConfigReader, part: Checked, name: str, op_type: str | None
 def _stored_dtype(reading: _ConfigReader, kind: str) -> DType:
     if kind == "bias":
         return reading.base.bias if reading.base.bias.is_quantized else int32
-    weight = _weight(reading.config)
-    return weight if weight.is_quantized else _weight(reading.base)
+    weight = _plain(reading.config.weight)
+    return weight if weight.is_quantized else _plain(reading.base.weight)
 
 
-def _weight(config: QuantConfig) -> DType:
-    if isinstance(config.weight, BlockFormat):
+def _plain(dtype: ElementType) -> DType:
+    if isinstance(dtype, BlockFormat):
         raise ConfigError(
-            f"an AIMET config changes dtypes, not the format of blocks {config.weight}; give a weight dtype"
+            f"an AIMET config changes dtypes, not the format of blocks {dtype}; give a base of plain dtypes"
         )
-    return config.weight
+    return dtype
 
 
 def _note_if_unknown(reading: _ConfigReader, part: Checked, op_types: Iterable[str]) -> None:
@@ -256,16 +256,16 @@ def _kernels(reading: _ConfigReader, part: Checked, op_type: str | None) -> None
         weight = kernel.part("param")
         pairs.append((_kernel(kernel.part("activation")), _kernel(weight) if weight.is_given else None))
     config = reading.config
-    have = (_kind(config.activation), _kind(_weight(config)))
+    have = (_kind(_plain(config.activation)), _kind(_plain(config.weight)))
     shown = " with ".join(f"{kind} {bits}" for kind, bits in have)
     if any(pair in (have, (have[0], None)) for pair in pairs):
         reading.note(part, HOLDS, f"{shown} is among them")
     elif not reading.enforce or not pairs:
         reading.note(part, NONE, f"{shown} is not among them; load with enforce_kernels=True to take the first")
     else:
-        options: dict[str, Any] = {"activation": _dtype(pairs[0][0], config.activation)}
+        options: dict[str, Any] = {"activation": _dtype(pairs[0][0], _plain(config.activation))}
         if pairs[0][1] is not None:
-            options["weight"] = _dtype(pairs[0][1], _weight(config))
+            options["weight"] = _dtype(pairs[0][1], _plain(config.weight))
         if op_type is None:
             reading.set(part, **options)
         else:

@@ -26,16 +26,18 @@ from qsdk.core.config.rules import (
 from qsdk.core.config.target import Target, load_target
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
+    BLOCK_FORMATS,
+    BlockName,
     DType,
-    WeightType,
+    ElementType,
     dtype_named,
+    element_type_named,
     float32,
     int4,
     int8,
     int32,
     uint8,
     uint16,
-    weight_type_named,
 )
 from qsdk.core.numerics.spec import Dynamic
 from qsdk.core.patterns.terms import Pattern
@@ -50,7 +52,9 @@ class QuantConfig:
     Attributes:
         weight: dtype of weights, or a format of blocks such as `mxfp4`. Embeddings, norms and other constants keep 8
             bits where it is narrower. Raise it (int8, float16) where accuracy falls, lower it (int4) to save memory.
-        activation: dtype of activations, and of inputs and outputs unless they are given; uint16 for wide ranges.
+        activation: dtype of activations, and of inputs and outputs unless they are given; uint16 for wide ranges. Or a
+            format of blocks such as `nvfp4`: of what linear layers with a quantized weight read, along what they sum
+            over; all other activations stay float then.
         bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float, for biases that int32
             clips or rounds to 0, which reports mention.
         input: dtype of the model's inputs where it differs from other activations.
@@ -69,7 +73,8 @@ class QuantConfig:
             ranges.
         dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
             (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float. "token": int8 without
-            zero points, with the range of each row along the last axis, for folders that vLLM reads.
+            zero points, with the range of each row along the last axis, for folders that vLLM reads. The name of a
+            format of blocks says the same as `activation="nvfp4"`.
         per_channel_activations: one scale per channel, the last axis, for the activations that nothing reads but sums
             and layer normalizations; all others keep one scale. A transformer's residual sums have channels a hundred
             times larger than the rest.
@@ -107,8 +112,8 @@ class QuantConfig:
         rule: 'head' -> weight=int8
     """
 
-    weight: WeightType = int8
-    activation: DType = uint8
+    weight: ElementType = int8
+    activation: ElementType = uint8
     bias: DType = int32
     per_channel: bool = True
     block_size: int | None = None
@@ -138,9 +143,9 @@ class QuantConfig:
     def __post_init__(self) -> None:
         """Accept names in place of dtypes, as `override` does."""
         choices = {name: getattr(self, name) for name in CHOICES}
-        for name, value in with_dtypes(choices).items():
-            object.__setattr__(self, name, value)
         require_allowed(choices, "config")
+        for name, value in {"dynamic_activations": False, **with_dtypes(choices)}.items():
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         """Return the dtypes, what differs from the defaults, the rules, and what became of a foreign file's keys."""
@@ -400,8 +405,33 @@ def w4a16(
     return _preset(int4, uint16, block_size, symmetric_activations, kv_cache)
 
 
+def block_scaled(format: BlockName = "nvfp4", *, kv_cache: DType | str | None = None) -> QuantConfig:
+    """Return the config for weights and activations of linear layers in blocks of narrow floats or integers.
+
+    Each block has a scale; those of activations are found while the model runs. NVFP4 has blocks of 16 and one number
+    for each tensor besides, which calibration finds; the others have blocks of 32 and scales that are powers of two.
+    What no linear layer reads stays float. Servers with such kernels read folders of
+    `qsdk.export(format="compressed-tensors")`.
+
+    Args:
+        format: "nvfp4" or "mxfp4" (4 bits), "mxfp8" or "mxint8" (8 bits).
+        kv_cache: dtype of the keys and values of a decoder's cache, such as "float8e4m3fn".
+
+    Raises:
+        ConfigError: an unknown format.
+
+    Examples:
+        >>> print(block_scaled("mxfp8"))
+        config: weight=mxfp8, activation=mxfp8
+    """
+    if format not in BLOCK_FORMATS:
+        raise ConfigError(f"unknown format {format!r} of blocks; choose one of {', '.join(BLOCK_FORMATS)}")
+    cached = None if kv_cache is None else dtype_named(kv_cache)
+    return QuantConfig(BLOCK_FORMATS[format], BLOCK_FORMATS[format], kv_cache=cached)
+
+
 def weight_only(
-    weight: WeightType | str = int4,
+    weight: ElementType | str = int4,
     *,
     block_size: int | None = None,
     kv_cache: DType | str | None = None,
@@ -425,4 +455,4 @@ def weight_only(
         config: weight=int4, activation=float32, block_size=32
     """
     cached = None if kv_cache is None else dtype_named(kv_cache)
-    return QuantConfig(weight_type_named(weight), float32, block_size=block_size, kv_cache=cached, compute=compute)
+    return QuantConfig(element_type_named(weight), float32, block_size=block_size, kv_cache=cached, compute=compute)

@@ -21,7 +21,7 @@ from qsdk.core.config.rules import (
     require_bias,
 )
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, WeightType, dtype_named, weight_type_named
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, ElementType, dtype_named, element_type_named
 from qsdk.core.numerics.spec import Dynamic
 
 FORMAT = "qsdk.config"
@@ -81,7 +81,7 @@ _WEIGHT = JsonType(
     {"anyOf": [{"$ref": "#/$defs/dtype"}, {"enum": list(BLOCK_FORMATS)}]},
     'the name of a dtype, such as "int8", or of a format of blocks, such as "mxfp4"',
     lambda value: isinstance(value, str),
-    weight_type_named,
+    element_type_named,
     lambda given: given if isinstance(given, str) else given.name,
 )
 FLAG = JsonType({"type": "boolean"}, "true or false", lambda value: type(value) is bool)
@@ -127,14 +127,14 @@ _LAYERS = JsonType(
 _POWER_OF_TWO = "power_of_two"  # the name of scale_bits = 1 in older files
 
 _BY_TYPE: Mapping[Any, JsonType] = {
-    WeightType | str | None: _WEIGHT,
+    ElementType | str | None: _WEIGHT,
     DType | str | None: _DTYPE,
     int | None: _COUNT,
     bool | None: FLAG,
     FixedRange | None: _RANGE,
     CacheScales | None: _one_of(ALLOWED["kv_cache_scales"]),
     Compute | None: _one_of(ALLOWED["compute"]),
-    Dynamic | None: _one_of(ALLOWED["dynamic_activations"], 'true, false or "token"'),
+    Dynamic | None: _one_of(ALLOWED["dynamic_activations"], 'true, false, "token" or a format of blocks'),
 }
 _CHOICE_TYPES: Mapping[str, JsonType] = {name: _BY_TYPE[kind] for name, kind in get_type_hints(Choices).items()}
 _RULE_TYPES: Mapping[str, JsonType] = {

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase, translate
 from typing import Any, Literal, TypedDict, get_args
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, int32, weight_type_named
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DType, ElementType, dtype_named, element_type_named, int32
 from qsdk.core.numerics.spec import Dynamic
 from qsdk.core.site import names_of, without_calls
 
@@ -55,8 +55,8 @@ class Choices(TypedDict, total=False):
     From this follow the keywords of `override`, what a file of JSON may hold, and its schema.
     """
 
-    weight: WeightType | str | None
-    activation: DType | str | None
+    weight: ElementType | str | None
+    activation: ElementType | str | None
     bias: DType | str | None
     input: DType | str | None
     output: DType | str | None
@@ -91,12 +91,13 @@ class RuleKeywords(Conditions, Choices, total=False):
 
 CHOICES = tuple(Choices.__annotations__)
 CONDITIONS = ("op_type", "shape", "tensor_dtype")
-DTYPE_CHOICES = ("activation", "bias", "input", "output", "kv_cache")
+DTYPE_CHOICES = ("bias", "input", "output", "kv_cache")
+ELEMENT_CHOICES = ("weight", "activation")  # which may be formats of blocks
 _REPLACEABLE = ("weight", "activation", "bias", "input", "output")
 #: choices that have a few values, as a user writes them
 ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "kv_cache_scales": get_args(CacheScales),
-    "dynamic_activations": (True, False, "token"),
+    "dynamic_activations": (True, False, "token", *BLOCK_FORMATS),
     "compute": get_args(Compute),
 }
 
@@ -213,11 +214,13 @@ def _as_tuple(given: Any) -> Any:
 
 
 def with_dtypes(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return choices with dtypes in place of their names."""
+    """Return choices with dtypes in place of their names; activations in blocks are said in one way of the two."""
     result = dict(choices)
-    for name in ("weight", *DTYPE_CHOICES):
+    if str(result.get("dynamic_activations")) in BLOCK_FORMATS:
+        result["activation"] = result.pop("dynamic_activations")
+    for name in (*ELEMENT_CHOICES, *DTYPE_CHOICES):
         if result.get(name) is not None:
-            result[name] = (weight_type_named if name == "weight" else dtype_named)(result[name])
+            result[name] = (element_type_named if name in ELEMENT_CHOICES else dtype_named)(result[name])
     return result
 
 

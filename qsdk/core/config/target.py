@@ -65,6 +65,7 @@ class Target:
     activations: Dtypes | None = None
     no_activations: Dtypes = frozenset()
     activations_instead: Instead = field(default_factory=dict)
+    block_activations: Names = ()
     weights: Dtypes | None = None
     no_weights: Dtypes = frozenset()
     weights_instead: Instead = field(default_factory=dict)
@@ -95,6 +96,8 @@ class Target:
         A narrower grid that is stored in a dtype which it has, such as int7, can be had too.
         """
         allowed, refused = (self.weights, self.no_weights) if weight else (self.activations, self.no_activations)
+        if dtype in BLOCK_FORMATS and not weight:
+            return dtype in self.block_activations
         stored = dtype if dtype in BLOCK_FORMATS else dtype_named(dtype).container
         return dtype not in refused and (allowed is None or not allowed.isdisjoint((dtype, stored)))
 

@@ -13,6 +13,8 @@ from qsdk.core.numerics.dtypes import DType
 
 Rounding = Callable[[Any], Any]
 SMALLEST = 2.0**-126  # the smallest normal float32
+_LARGEST_PRODUCT = 448.0 * 6.0  # of a float8e4m3fn and a float4e2m1
+_LEAST_PEAK = _LARGEST_PRODUCT * 2.0**-128
 
 
 def nearest(value: Any) -> Any:
@@ -65,6 +67,40 @@ def block_scale(peak: Any) -> Any:
     of zeros has the smallest normal float32.
     """
     return (peak / 127).clip(SMALLEST, None)
+
+
+def power_of_two_scale(peak: Any, dtype: DType, floor_power: Rounding) -> Any:
+    """Return the power of two that scales blocks with these largest absolute values, for elements of a dtype.
+
+    `2**(floor(log2(peak)) - emax)`, emax the exponent of the dtype's largest value (OCP Microscaling Formats 1.0,
+    section 6.3). With floats a peak of 1.75 or more times a power of two counts as the next one, as compressed-tensors
+    computes it for MXFP4 and MXFP8 and torchao's mode EVEN for MXFP4: less is clipped so. `floor_power` returns the
+    largest power of two up to each of its arguments, 0 for 0 and for subnormals. A block of zeros has the smallest
+    scale that float8e8m0 can hold, 2**-127.
+    """
+    power = floor_power(peak)
+    if not dtype.is_integer:
+        power = floor_power(peak + power / 4)
+    return (power * 2.0 ** (1 - math.frexp(dtype.hi)[1])).clip(2.0**-127, 2.0**127)
+
+
+def float8_divisor(peak: Any) -> Any:
+    """Return what NVFP4's float8 scales are divided by, its global scale, for a tensor's largest absolute value.
+
+    The largest block scale is then 448 (compressed-tensors 0.20, `generate_gparam`). A tensor of zeros, or of less
+    than float32 has a quotient for, has 1.
+    """
+    # not one division: torch multiplies by the reciprocal where a number is divided by a tensor
+    return 1 / (peak + (peak < _LEAST_PEAK) * (_LARGEST_PRODUCT - peak)) * _LARGEST_PRODUCT
+
+
+def float8_codes(scale: Any, divisor: Any, cast: Rounding) -> Any:
+    """Return the float8 values that over `divisor` are nearest to scales of blocks, NVFP4's.
+
+    `cast` rounds to float8e4m3fn. What rounds to 0 is an eighth (compressed-tensors 0.20, `calculate_qparams`).
+    """
+    codes = cast((divisor * scale).clip(None, 448.0))
+    return codes + (codes == 0) * (codes * 0 + 0.125)
 
 
 def saturate(value: Any, lo: float, hi: float) -> Any:

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.numerics.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DType, float4e2m1, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import PerBlock, Spec
 
@@ -89,25 +90,24 @@ def _reproduces(scale: FloatArray, channel: FloatArray, top: int) -> npt.NDArray
 
 
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_SMALLEST_FLOAT8, _LARGEST_FLOAT8 = np.float32(2.0**-9), np.float32(float8e4m3fn.hi)
-_EXPONENTS = (-126, 127)  # float8e8m0 has -127 too, which is subnormal in float32
+EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 @dataclass(frozen=True, eq=False)
 class Float8Scales:
-    """The two factors of NVFP4's block scales.
+    """The two parts of NVFP4's block scales.
 
     Attributes:
         codes: float8e4m3fn, of the scales' shape.
-        tensor_scale: one float32 for the tensor.
+        divisor: one float32 for the tensor, the global scale of compressed-tensors.
     """
 
     codes: npt.NDArray[Any]
-    tensor_scale: np.float32
+    divisor: np.float32
 
-    def product(self) -> FloatArray:
-        """Return the block scales, one float32 product each."""
-        return np.asarray(self.codes.astype(np.float32) * self.tensor_scale, np.float32)
+    def quotient(self) -> FloatArray:
+        """Return the block scales, one float32 quotient each."""
+        return np.asarray(self.codes.astype(np.float32) / self.divisor, np.float32)
 
 
 def round_up_to_digits(scale: FloatArray, bits: int) -> FloatArray:
@@ -131,22 +131,21 @@ def last_place(bits: int) -> int:
 
 
 def shared_exponents(largest: FloatArray, dtype: DType) -> FloatArray:
-    """Return the power-of-two scale of each block, from its largest magnitude: `2**(floor(log2(largest)) - emax)`.
-
-    OCP Microscaling Formats (MX) 1.0, section 6.3; emax is the exponent of the element type's largest value. Elements
-    that end up beyond that value saturate.
-    """
-    exponent = np.frexp(largest.astype(np.float64))[1] - np.frexp(np.float64(dtype.hi))[1]
-    exponent = np.where(largest > 0, exponent, _EXPONENTS[0]).clip(*_EXPONENTS)
-    return np.asarray(np.ldexp(1.0, exponent), np.float32)
+    """Return the power-of-two scale of each block, from its largest magnitude; see `affine.power_of_two_scale`."""
+    return np.asarray(affine.power_of_two_scale(largest.astype(np.float32), dtype, _floor_power), np.float32)
 
 
-def restrict_block_scales(scale: FloatArray, spec: Spec) -> FloatArray:
+def _floor_power(x: FloatArray) -> FloatArray:
+    return np.asarray((x.view(np.int32) & np.int32(EXPONENT_BITS)).view(np.float32))
+
+
+def restrict_block_scales(scale: FloatArray, spec: Spec, peak: np.float32 | None = None) -> FloatArray:
     """Round block scales to those that the spec's `scale_dtype` can hold; return others unchanged.
 
     With `uint4` a channel's scale is a 16th of its largest block scale, and levels are `clip(round(scale / channel), 1,
-    16)`, with `uint8` the same of 256 (AIMET 2.42, `GroupedBlockQuantizeDequantize`). With `float8e4m3fn` the tensor's
-    scale is the largest block scale over 448, the others are rounded to the nearest float8 times it (NVIDIA, NVFP4).
+    16)`, with `uint8` the same of 256 (AIMET 2.42, `GroupedBlockQuantizeDequantize`). With `float8e4m3fn` all are
+    float8 values over one float32, with which the largest of them is 448 (NVIDIA, NVFP4; see `affine.float8_codes`).
+    `peak` is the value that the largest scale is for, to the last bit; what the grid reaches with it where it is None.
     """
     if spec.scale_dtype in (uint4, uint8):
         assert isinstance(spec.granularity, PerBlock)
@@ -154,7 +153,10 @@ def restrict_block_scales(scale: FloatArray, spec: Spec) -> FloatArray:
         channel = _outer(scale.max(axis=spec.granularity.axis, keepdims=True) / np.float32(top), spec)
         return block_scales(TwoLevel(channel, np.rint(scale / channel).clip(1, top).astype(np.int32)))
     if spec.scale_dtype == float8e4m3fn:
-        return _float8_scales(scale, _outer(scale.max() / _LARGEST_FLOAT8, spec)).product()
+        known = _known_float8_scales(scale)
+        divisor = affine.float8_divisor(scale.max() * np.float32(float4e2m1.hi) if peak is None else peak)
+        divisor = divisor if spec.scale_bits is None else _floor_power(np.atleast_1d(divisor))[0]
+        return scale if known is not None else _float8_scales(scale, divisor).quotient()
     return scale
 
 
@@ -163,22 +165,32 @@ def _outer(scale: Any, spec: Spec) -> Any:
     return positive if spec.scale_bits is None else round_up_to_digits(positive, spec.scale_bits)
 
 
-def _float8_scales(scale: FloatArray, tensor_scale: Any) -> Float8Scales:
-    codes = (scale / tensor_scale).clip(_SMALLEST_FLOAT8, _LARGEST_FLOAT8).astype(_FLOAT8)
-    return Float8Scales(codes, np.float32(tensor_scale))
+def _float8_scales(scale: FloatArray, divisor: Any) -> Float8Scales:
+    def cast(value: FloatArray) -> FloatArray:
+        return value.astype(_FLOAT8).astype(np.float32)
+
+    divisor = np.float32(divisor)
+    return Float8Scales(affine.float8_codes(scale, divisor, cast).astype(_FLOAT8), divisor)
 
 
 def float8_scales(encoding: Encoding) -> Float8Scales | None:
-    """Return the factors of block scales that are float8 values times one float32, to the last bit; else None."""
+    """Return the parts of block scales that are float8 values over one float32, to the last bit; else None."""
     if encoding.block_size is None or encoding.dtype.is_integer:
         return None
-    quotient = np.float32(encoding.scale.max() / _LARGEST_FLOAT8)
-    # the quotient's rounding may hide the factor that made the product: it is then a neighbour
-    for tensor_scale in (quotient, *(np.nextafter(quotient, np.float32(end)) for end in (0, np.inf))):
-        if tensor_scale > 0:
-            result = _float8_scales(encoding.scale, tensor_scale)
-            if np.array_equal(result.product(), encoding.scale):
-                return result
+    return _known_float8_scales(encoding.scale)
+
+
+def _known_float8_scales(scale: FloatArray) -> Float8Scales | None:
+    largest = scale.max()
+    if not largest * np.float32(float4e2m1.hi) < np.inf:
+        return None
+    first = np.float32(affine.float8_divisor(largest * np.float32(float4e2m1.hi)))
+    # the quotients' rounding may hide the divisor that made them: it is then near, or a power of two
+    near = np.atleast_1d(first).view(np.int32) + np.array([0, 1, -1, 2, -2, 3, -3], np.int32)
+    for divisor in (*near.view(np.float32), np.float32(1), *_floor_power(np.atleast_1d(first))):
+        result = _float8_scales(scale, divisor)
+        if np.array_equal(result.quotient(), scale):
+            return result
     return None
 
 
@@ -189,6 +201,6 @@ def scale_dtype_of(encoding: Encoding) -> DType | None:
     if encoding.dtype.is_integer:
         return None if split_block_scales(encoding) is None else level_dtype(encoding.dtype)
     mantissa, exponent = np.frexp(encoding.scale)
-    if (mantissa == 0.5).all() and (exponent - 1 >= _EXPONENTS[0]).all():
+    if (mantissa == 0.5).all() and (exponent - 1 >= -127).all():
         return float8e8m0
     return float8e4m3fn if float8_scales(encoding) is not None else None

@@ -1,6 +1,7 @@
 """Dtypes: the types that quantized tensors are stored in, each with its grid lo..hi."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -97,18 +98,23 @@ bfloat16 = _float("bfloat16", "float", 16, 3.3895313892515355e38)
 float32 = _float("float32", "float", 32, 3.4028234663852886e38)
 
 
+BlockName = Literal["nvfp4", "mxfp4", "mxfp8", "mxint8"]
+
+
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of weights: a dtype in blocks along the input channels, with scales in a narrow type as well.
+    """A format of weights and activations: a dtype in blocks along what a layer sums over, and scales of a narrow type.
 
     Weights that cannot have blocks (an embedding, a norm's weight, a depthwise kernel) are quantized as with
-    `weight=dtype`.
+    `weight=dtype`. Activations have them where a linear layer reads them; the scale of each block is found while the
+    model runs.
 
     Attributes:
         name: in configs.
         dtype: of the elements.
         block_size: input channels per scale.
-        scale_dtype: the type that holds the scales.
+        scale_dtype: the type that holds the scales: powers of two (float8e8m0, OCP MX 1.0), or float8e4m3fn over one
+            float32 for the tensor (NVFP4).
 
     Examples:
         >>> from qsdk import weight_only
@@ -117,10 +123,25 @@ class BlockFormat:
         (float4e2m1, 32, mxfp4)
     """
 
-    name: str
+    name: BlockName
     dtype: DType
     block_size: int
     scale_dtype: DType
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of its dtype."""
+        return self.dtype.kind
+
+    @property
+    def bits(self) -> int:
+        """Return the width of an element."""
+        return self.dtype.bits
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return True: a tensor in blocks has scales."""
+        return self.dtype.is_quantized
 
     def __repr__(self) -> str:
         return self.name
@@ -128,10 +149,13 @@ class BlockFormat:
 
 mxfp4 = BlockFormat("mxfp4", float4e2m1, 32, float8e8m0)
 mxfp8 = BlockFormat("mxfp8", float8e4m3fn, 32, float8e8m0)
+mxint8 = BlockFormat("mxint8", int8, 32, float8e8m0)
 nvfp4 = BlockFormat("nvfp4", float4e2m1, 16, float8e4m3fn)
-BLOCK_FORMATS = MappingProxyType({found.name: found for found in (mxfp4, mxfp8, nvfp4)})
-#: the types that a config may name for weights
-WeightType = DType | BlockFormat
+BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
+    {found.name: found for found in (mxfp4, mxfp8, mxint8, nvfp4)}
+)
+#: the types that a config may name for weights and activations
+ElementType = DType | BlockFormat
 
 _ODD = [_integer(bits, signed) for bits in (3, 5, 6, 7, *range(9, 16)) for signed in (True, False)]
 _STANDARD = [
@@ -145,7 +169,7 @@ DTYPES = MappingProxyType({dtype.name: dtype for dtype in (*_STANDARD, *_ODD)})
 WHOLE_BYTES = MappingProxyType({"int4": "int8", "uint4": "uint8"})
 
 
-def weight_type_named(name: WeightType | str) -> WeightType:
+def element_type_named(name: ElementType | str) -> ElementType:
     """Return the dtype, or the format of blocks, of that name.
 
     Raises:
@@ -156,11 +180,11 @@ def weight_type_named(name: WeightType | str) -> WeightType:
     return BLOCK_FORMATS.get(str(name)) or dtype_named(name)
 
 
-def dtype_named(name: WeightType | str) -> DType:
+def dtype_named(name: ElementType | str) -> DType:
     """Return the dtype of that name; a `DType` is returned unchanged.
 
     Raises:
-        ConfigError: no dtype has that name, or it is a format of blocks, which only weights have.
+        ConfigError: no dtype has that name, or it is a format of blocks, which weights and activations alone have.
 
     Examples:
         >>> dtype_named("int8_strict").lo
@@ -169,7 +193,7 @@ def dtype_named(name: WeightType | str) -> DType:
     if isinstance(name, DType):
         return name
     if str(name) in BLOCK_FORMATS:
-        raise ConfigError(f"{name} is a format of blocks, for weights only; give a dtype here")
+        raise ConfigError(f"{name} is a format of blocks, for weights and activations; give a dtype here")
     strict = re.fullmatch(r"(int\d+(?:_exact)?)_strict", str(name))
     result = DTYPES.get(strict[1] if strict else str(name))
     if result is None:

@@ -7,7 +7,19 @@ from types import MappingProxyType
 from typing import Literal
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
+from qsdk.core.numerics.dtypes import (
+    BLOCK_FORMATS,
+    BlockFormat,
+    BlockName,
+    DType,
+    float8e4m3fn,
+    float8e8m0,
+    level_dtype,
+    mxint8,
+    nvfp4,
+    uint4,
+    uint8,
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,9 @@ class PerBlock:
 
 
 Granularity = PerTensor | PerChannel | PerBlock
-#: whether ranges are found while the model runs: for each tensor (True), or for each row along the last axis
-Dynamic = bool | Literal["token"]
+#: whether ranges are found while the model runs: for each tensor (True), for each row along the last axis, or for each
+#: block of it as a format of blocks has them
+Dynamic = bool | Literal["token"] | BlockName
 
 
 def axis_of(granularity: Granularity) -> int | None:
@@ -75,8 +88,9 @@ class Spec:
         scale_dtype: the type that holds the scales of symmetric blocks; None for float32. `float8e8m0`: powers of two
             (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one
             float32 per channel (AIMET's LPBQ), for integers of up to 4 bits; `uint8`: 1 to 256 times one, for others.
-        dynamic: the range of each tensor, or of each row along the last axis ("token"), is found while the model runs;
-            there is no encoding.
+        dynamic: the range of each tensor, of each row along the last axis ("token"), or of each block of it (the name
+            of a format of blocks) is found while the model runs. There is no encoding but for "nvfp4", whose scale is
+            that of the largest block: the scales of all blocks are float8 values over one float32 that follows from it.
     """
 
     dtype: DType
@@ -102,9 +116,19 @@ class Spec:
             self._require_dynamic()
 
     @property
+    def has_encoding(self) -> bool:
+        """Return whether something is found before the model runs: a scale, with a zero point or without."""
+        return self.dtype.is_quantized and (not self.dynamic or self.dynamic == nvfp4.name)
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """Return the format of an activation whose blocks get their scales while the model runs, else None."""
+        return BLOCK_FORMATS.get(str(self.dynamic))
+
+    @property
     def scales_are_free(self) -> bool:
         """Return whether every positive float32 may be a scale, so that training can change them."""
-        return self.scale_bits is None and self.scale_dtype is None
+        return self.scale_bits is None and self.scale_dtype is None and self.blocks is None
 
     @property
     def scales_are_fine(self) -> bool:
@@ -113,6 +137,10 @@ class Spec:
 
     def _require_dynamic(self) -> None:
         found = f"{'' if self.symmetric else 'a'}symmetric {self.dtype} {self.granularity}"
+        if self.blocks is not None:
+            if found != f"symmetric {self.blocks.dtype} per tensor":
+                raise ConfigError(f"an activation in blocks of {self.blocks} is {self.blocks.dtype}, not {found}")
+            return
         wanted = [f"symmetric {dtype} per tensor" for dtype in ("int8", "int4")]
         if found not in (wanted if self.dynamic == "token" else ["asymmetric uint8 per tensor"]):
             named = "symmetric int8 or int4 per token"
@@ -124,7 +152,9 @@ class Spec:
             raise ConfigError(f"{scale_dtype} cannot hold scales; choose float8e8m0, float8e4m3fn, uint4 or uint8")
         if not isinstance(self.granularity, PerBlock) or not self.symmetric:
             raise ConfigError(f"scales in {scale_dtype} belong to symmetric blocks; ask for blocks and symmetric=True")
-        if scale_dtype != level_dtype(self.dtype) if self.dtype.is_integer else scale_dtype in (uint4, uint8):
+        powers = scale_dtype == float8e8m0 and self.dtype == mxint8.dtype
+        has = scale_dtype == level_dtype(self.dtype) or powers
+        if not has if self.dtype.is_integer else scale_dtype in (uint4, uint8):
             raise ConfigError(
                 f"{self.dtype} has no blocks with scales in {scale_dtype}; uint4 is for integers of up to 4 bits, "
                 "uint8 for wider ones"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Op
-from qsdk.core.numerics.dtypes import DType, int8, uint8
+from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, uint8
 from qsdk.core.numerics.spec import Dynamic, Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.context import PlanningContext, ResolvedConfig
 from qsdk.core.planning.placement import NO_KERNEL, without_kernels
@@ -220,7 +220,8 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     dtype = wanted.activation if own is None else own
     if not dtype.is_quantized:
         by = "a rule" if rule != "default" else "the config"
-        return replace(bare, spec=float_spec(dtype, facts.dtype), reason=f"kept {dtype} by {by}", rule=rule)
+        kept = dtype if isinstance(dtype, DType) else dtype.dtype
+        return replace(bare, spec=float_spec(kept, facts.dtype), reason=f"kept {dtype} by {by}", rule=rule)
     if context.config.only_linear and tensor not in context.linear_reads:
         return replace(bare, reason="no quantized linear layer reads it, and the config quantizes nothing else")
     if steers is not None:
@@ -228,6 +229,8 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     lasting = assembled.get(tensor) == NO_KERNEL and (dtype.bits != 8 or choice.is_named("activation"))
     if tensor in assembled and not lasting:
         return replace(bare, reason=assembled[tensor], rule=rule)
+    if isinstance(dtype, BlockFormat):
+        return _in_blocks(context, replace(bare, rule=rule), tensor, op_type if group is None else group.name, dtype)
     symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"
     fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)
     per_channel = wanted.per_channel_activations and fixed is None
@@ -238,6 +241,15 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     missed = context.near_misses.get(op) if op is not None and group is None else None
     reason = op_type if missed is None else f"{op_type} ({missed})"
     return replace(bare, spec=spec, reason=reason if group is None else group.name, rule=rule)
+
+
+def _in_blocks(context: PlanningContext, bare: Decision, tensor: int, reason: str, form: BlockFormat) -> Decision:
+    """Return the decision for a tensor that is to be in blocks: those of what linear layers sum over, its last axis."""
+    if tensor not in context.linear_reads:
+        return replace(
+            bare, reason=f"no quantized linear layer reads it, and blocks of {form} are for what one sums over"
+        )
+    return replace(bare, spec=Spec(form.dtype, dynamic=form.name), reason=reason)
 
 
 def _dynamic_spec(dynamic: Dynamic, dtype: DType, symmetric: bool) -> Spec:
@@ -281,7 +293,8 @@ def _tie(
     context: PlanningContext, activations: Mapping[int, Decision], assembled: Container[int]
 ) -> dict[int, Decision]:
     """Return the decisions with every member of a tie class pointing to the first site of the class."""
-    loose = {t: _comparable(d.spec, d.tensor_type) for t, d in activations.items() if d.quantized and d.spec}
+    tied = ((t, d) for t, d in activations.items() if d.quantized and d.spec and d.spec.blocks is None)
+    loose = {t: _comparable(d.spec, d.tensor_type) for t, d in tied if d.spec}
     ties = {index: _ties(context, index) for index in _movers(context)}
     asymmetric = {t for t, spec in loose.items() if not spec.symmetric}
     mixed = {index for index in find_mixed_signs(context.graph, FIXED_RANGES) if ties.get(index) is None}
@@ -329,7 +342,8 @@ def _tie_dynamic(context: PlanningContext, activations: Mapping[int, Decision]) 
         if op.type in JOINS or home is None or not (home.dynamic or home.tied_dynamically):
             continue
         for tensor in op.outputs:
-            if tensor in result and result[tensor].dynamic:
+            own = result[tensor].spec if tensor in result and result[tensor].dynamic else None
+            if own is not None and own.blocks is None:  # blocks are along another axis, or begin elsewhere
                 reason = f"holds values of {home.encoding_site}, which is quantized dynamically"
                 result[tensor] = replace(result[tensor], spec=None, tied_to=home.encoding_site, reason=reason)
     return result

@@ -75,12 +75,12 @@ class Decision:
     @property
     def quantized(self) -> bool:
         """Return whether the site has an encoding (its own, shared or derived)."""
-        return self.spec is not None and self.spec.dtype.is_quantized and not self.spec.dynamic
+        return self.spec is not None and self.spec.has_encoding
 
     @property
     def dynamic(self) -> bool:
         """Return whether the site is quantized with a range found while the model runs."""
-        return self.spec is not None and bool(self.spec.dynamic)
+        return self.spec is not None and bool(self.spec.dynamic) and not self.quantized
 
     @property
     def tied_dynamically(self) -> bool:
@@ -218,9 +218,12 @@ def _reason(decision: Decision) -> str:
 
 
 def _granularity(decision: Decision) -> str:
-    if decision.dynamic:
-        return f"per {'token' if decision.spec is not None and decision.spec.dynamic == 'token' else 'tensor'}, dynamic"
-    return str(decision.spec.granularity) if decision.spec is not None and decision.quantized else ""
+    spec = decision.spec
+    if spec is None or not (decision.quantized or decision.dynamic):
+        return ""
+    if spec.blocks is not None:
+        return f"per block of {spec.blocks.block_size} (last axis), dynamic"
+    return f"per {'token' if spec.dynamic == 'token' else 'tensor'}, dynamic" if spec.dynamic else str(spec.granularity)
 
 
 def _float(site: str, kind: str, reason: str) -> dict[str, Any]:

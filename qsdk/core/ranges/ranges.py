@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits, shared_exponents
-from qsdk.core.numerics.dtypes import bfloat16, float8e8m0, float16
+from qsdk.core.numerics.dtypes import bfloat16, float8e4m3fn, float8e8m0, float16, nvfp4
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.exact_sums import least_scale
 from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
@@ -86,7 +86,7 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
     if (np.asarray(observed.low) > np.asarray(observed.high)).any():
         raise CalibrationError("a range must have its minimum below its maximum")
     scale, zero_point = scale_and_zero_point(low, high, spec)
-    scale = restrict_block_scales(scale, spec)
+    scale = restrict_block_scales(scale, spec, np.maximum(-low, high).max(initial=0) if spec.scale_dtype else None)
     return Encoding(spec.dtype, scale, zero_point, axis_of(spec.granularity), block_size_of(spec.granularity))
 
 
@@ -136,6 +136,8 @@ def _asymmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArr
 
 
 def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
+    if spec.scale_dtype == float8e4m3fn or spec.dynamic == nvfp4.name:
+        return np.maximum(scale.astype(np.float32), np.finfo(np.float32).tiny)  # what is coded is their share
     # a finer grid may have finer steps: the floor is on the range, as it is at 8 bits
     finer = np.float32(2.0 ** -max(spec.dtype.bits - 8, 0))
     floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE * finer)

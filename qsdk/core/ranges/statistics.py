@@ -284,7 +284,7 @@ class Statistics:
             seen = [site for site in sites if site in self.ranges]
             found.append(reduce(Range.merge, [self.ranges[site] for site in seen]) if seen else None)
             counted = [self.histograms[site] for site in seen if site in self.histograms]
-            if self.chosen.reads_histogram and counted:
+            if self.chosen.reads_histogram and counted and spec.blocks is None:
                 together = reduce(Histogram.merge, counted)
                 # those of one sign have other candidates than those of both
                 signs = bool(together.low[0] < 0), bool(together.high[0] > 0)
@@ -355,8 +355,9 @@ def channel_axis(decision: Decision) -> int | None:
 
 def reads_histogram(decision: Decision, chosen: Estimator) -> bool:
     """Return whether the range of a site comes from a histogram of its values."""
-    fixed = decision.spec is not None and decision.spec.fixed_range is not None
-    return chosen.reads_histogram and not fixed and channel_axis(decision) is None
+    # no error of one grid says how far the scales of blocks should reach
+    full = decision.spec is not None and (decision.spec.fixed_range is not None or decision.spec.blocks is not None)
+    return chosen.reads_histogram and not full and channel_axis(decision) is None
 
 
 def observed_sites(decisions: Iterable[Decision]) -> dict[str, Decision]:

@@ -50,6 +50,8 @@ class CalibrationResult:
         decision = None if site is None else self.plan.decisions.get(site)
         if decision is None or not decision.quantized or decision.kind in ("weight", "bias"):
             return None, None
+        if decision.spec is not None and decision.spec.blocks is not None:
+            return None, None  # no grid yet: each block finds its own
         encoding = self.encodings.get(decision.encoding_site)
         free = encoding is not None and not encoding.frozen
         result = self.ranges.get(decision.site, self.ranges.get(decision.encoding_site))

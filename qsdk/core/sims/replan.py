@@ -9,7 +9,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Rule, with_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, weight_type_named
+from qsdk.core.numerics.dtypes import DType, ElementType, dtype_named, element_type_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor
 from qsdk.core.planning.make_plan import make_plan, stays, without_effect
@@ -22,7 +22,7 @@ from qsdk.core.sims.calibration import encoding_of_stored, make_room_for_biases
 from qsdk.core.sims.state import Methods, SimState, StoredReader, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
 
-ChosenDtypes = Mapping[str, WeightType]
+ChosenDtypes = Mapping[str, ElementType]
 
 
 def replanned(
@@ -139,7 +139,7 @@ def precision_config(
     config: QuantConfig | None,
     match: str,
     dtype: DType | str | None,
-    keywords: Mapping[str, WeightType | str | None],
+    keywords: Mapping[str, ElementType | str | None],
     folded: Collection[str],
 ) -> tuple[QuantConfig, ChosenDtypes]:
     """Return the config with one more rule, and the dtypes that the rule chooses for weights, activations and biases.
@@ -154,10 +154,10 @@ def precision_config(
         folded: the owners of folded BatchNorms.
     """
     call = f"set_precision({match!r})"
-    given: dict[str, WeightType] = {}
+    given: dict[str, ElementType] = {}
     for name, value in keywords.items():
         if value is not None:
-            given[name] = weight_type_named(value) if name == "weight" else dtype_named(value)
+            given[name] = (dtype_named if name == "bias" else element_type_named)(value)
     if (dtype is None) == (not given):
         raise ConfigError(f"{call} takes either a dtype or weight=, activation= and bias=; give one of them")
     site = plan.decisions.get(match)

@@ -14,7 +14,7 @@ from qsdk.core.errors import CalibrationError, ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.missing_names import missing_in_sim
-from qsdk.core.numerics.dtypes import DType, WeightType
+from qsdk.core.numerics.dtypes import DType, ElementType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan, explanation
 from qsdk.core.ranges.ranges import Range
@@ -226,8 +226,8 @@ class StatefulSim(ABC):
         match: str,
         dtype: DType | str | None = None,
         *,
-        weight: WeightType | str | None = None,
-        activation: DType | str | None = None,
+        weight: ElementType | str | None = None,
+        activation: ElementType | str | None = None,
         bias: DType | str | None = None,
     ) -> Report:
         """Change the dtype of all matching sites, as one more rule of the config would.

@@ -44,16 +44,23 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("dtype", "emax"), [(float4e2m1, 2), (float8e4m3fn, 8), (qsdk.float8e5m2, 15)], ids=str)
 @given(largest=st.floats(2.0**-100, 2.0**100, width=32))
 def test_the_shared_exponent_of_a_block_is_that_of_its_largest_value_less_emax(dtype: DType, emax: int, largest: float):
-    """OCP MX 1.0, section 6.3; emax of each type from its table 1."""
-    mantissa_and_exponent = math.frexp(largest)
-    expected = 2.0 ** (mantissa_and_exponent[1] - 1 - emax)
+    """OCP MX 1.0, section 6.3, emax of each type from its table 1; from 1.75 times a power of two on, the next one."""
+    mantissa, exponent = math.frexp(largest)
+    expected = 2.0 ** (exponent - 1 - emax + (mantissa >= 0.875))
     assert shared_exponents(np.float32([largest]), dtype).tolist() == [expected]
 
 
 def test_mxfp4_of_a_block_whose_values_are_known():
     x = np.zeros((1, 64), np.float32)
-    x[0, :6] = [6.9, -0.26, 0.25, 3.5, 2.5, 5.0]  # amax 6.9: exponent 2 - 2, so the scale is 1 and 6.9 saturates
-    x[0, 32:35] = [0.9, 0.1, -0.04]  # amax 0.9: exponent -1 - 2, so the scale is an eighth
+    x[0, :6] = [
+        6.9,
+        -0.26,
+        0.25,
+        3.5,
+        2.5,
+        5.0,
+    ]  # amax 6.9, below 7: exponent 2 - 2, scale 1; 6.9 saturates
+    x[0, 32:35] = [0.86, 0.1, -0.04]  # amax 0.86: exponent -1 - 2, so the scale is an eighth
     encoding = of_values(x, MXFP4)
     assert encoding.scale.tolist() == [[1.0, 0.125]]
     moved = encoding.fake_quantize(x)
@@ -146,7 +153,7 @@ def test_float8_scales_are_found_again_and_stay_where_they_are(seed: int, size: 
     assert factors is not None
     assert factors.codes.dtype == ml_dtypes.float8_e4m3fn
     assert factors.codes.astype(np.float32).max() == 448
-    assert factors.product().tobytes() == encoding.scale.tobytes()
+    assert factors.quotient().tobytes() == encoding.scale.tobytes()
     assert restrict_block_scales(encoding.scale, NVFP4).tobytes() == encoding.scale.tobytes()
 
 

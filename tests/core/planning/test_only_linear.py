@@ -46,7 +46,7 @@ def test_what_the_dialect_changes():
     assert (eight.activation, eight.symmetric_activations, eight.rules[0].activation) == (qsdk.int8, True, qsdk.int8)
     assert not qsdk.w8a8().for_dialect("onnxruntime").only_linear
     assert "only_linear=True" in str(eight)
-    for refused in ({"weight": "int3"}, {"weight": "mxfp4"}, {"activation": "float8e5m2"}):
+    for refused in ({"weight": "int3"}, {"weight": "mxint8"}, {"activation": "float8e5m2"}):
         with pytest.raises(qsdk.ConfigError, match="cannot be had in the dialect compressed-tensors; choose another"):
             qsdk.w8a8().override("*", **refused).for_dialect("compressed-tensors")
 

@@ -243,7 +243,7 @@ def test_scales_are_stored_in_their_own_type_where_the_opset_has_it(name: str, o
             "first:weight",
             "second:weight",
         ]
-        outer = [array(t) for t in stored.values() if t.name.endswith("/scale_scale")]
+        outer = [array(t) for t in stored.values() if t.name.endswith("/scale_divisor")]
         assert [(value.dtype, value.shape) for value in outer] == [(np.float32, ())] * 2
 
 
@@ -322,9 +322,10 @@ def test_what_cannot_have_blocks_has_none():
     assert plan.decisions["depthwise:weight"].spec.scale_dtype is None
 
 
-def test_a_format_of_blocks_is_for_weights_only():
-    with pytest.raises(ConfigError, match="mxfp4 is a format of blocks, for weights only"):
-        weight_only().override("*", activation="mxfp4")
+def test_a_format_of_blocks_is_for_weights_and_activations_alone():
+    for choice in ("bias", "input", "output", "kv_cache"):
+        with pytest.raises(ConfigError, match="mxfp4 is a format of blocks, for weights and activations; give a dtype"):
+            weight_only().override("*", **{choice: "mxfp4"})
     with pytest.raises(ConfigError, match="unknown dtype 'mxfp5'"):
         weight_only("mxfp5")
 

@@ -49,7 +49,12 @@ CONFIGS = {
         "float-quantized",
     ),
     "float8 weights": (qsdk.weight_only("float8e4m3fn"), "float-quantized"),
+    "nvfp4": (qsdk.block_scaled("nvfp4"), "nvfp4-pack-quantized"),
+    "mxfp4": (qsdk.block_scaled("mxfp4"), "mxfp4-pack-quantized"),
+    "mxfp8": (qsdk.block_scaled("mxfp8"), "mxfp8-quantized"),
+    "nvfp4 weights": (qsdk.weight_only("nvfp4"), "nvfp4-pack-quantized"),
 }
+IN_BLOCKS = ("nvfp4", "mxfp4", "mxfp8", "nvfp4 weights")  # whose decompressor gives bfloat16, whatever the model has
 
 
 _OTHERS = ("w4a8", "float8", "w8a8 per token", "w4a8 per token")
@@ -124,14 +129,14 @@ def test_the_package_decompresses_the_weights_of_the_sim(name: str, dtype: torch
     assert read.keys() == expected.keys() == {"0", "2", "4"}
     assert report.summary["layers"] == 3
     for path, weight in expected.items():
-        assert read[path].dtype == weight.dtype
-        assert torch.equal(read[path], weight), path
+        assert read[path].dtype == (torch.bfloat16 if name in IN_BLOCKS and path != "4" else weight.dtype)
+        assert torch.equal(read[path], weight.to(read[path].dtype)), path
         assert not torch.equal(weight, model.get_submodule(path).weight)
 
 
 @pytest.mark.spread(4)
 @pytest.mark.parametrize(
-    "name", ["int4 in groups of 32", "int4 with zero points", "int8 per channel", "w8a8", "float8"]
+    "name", ["int4 in groups of 32", "int4 with zero points", "int8 per channel", "w8a8", "float8", *IN_BLOCKS]
 )
 def test_the_layout_is_the_package_s_own(name: str, tmp_path: Path):
     """What its compressors make of the float weight and these scales is what the file holds, tensor by tensor."""
@@ -144,9 +149,14 @@ def test_the_layout_is_the_package_s_own(name: str, tmp_path: Path):
     group = QuantizationConfig.model_validate(stored).config_groups["group_0"]
     scale = tensors["0.weight_scale"]
     zero = torch.from_numpy(sim.encodings["0:weight"].zero_point).to(torch.int8).reshape(scale.shape)
+    divisor = tensors.get("0.weight_global_scale")
     given = {"weight": model[0].weight.detach(), "weight_scale": scale, "weight_zero_point": zero}
+    if divisor is not None:
+        given["weight_scale"], given["weight_global_scale"] = scale.float(), divisor
+    elif name in IN_BLOCKS:
+        given["weight_scale"] = torch.from_numpy(sim.encodings["0:weight"].scale)
     made = BaseCompressor.get_value_from_registry(stored["format"]).compress(given, group)
-    assert {f"0.{name}" for name in made} == tensors.keys() - {"0.bias", "0.input_scale"}
+    assert {f"0.{name}" for name in made} == tensors.keys() - {"0.bias", "0.input_scale", "0.input_global_scale"}
     for tensor, value in made.items():
         written = tensors[f"0.{tensor}"]
         assert written.dtype == value.dtype, tensor
@@ -191,6 +201,25 @@ def test_transformers_quantizes_activations_as_the_sim_does(name: str, tmp_path:
     float_logits = sim.unwrap()(ids(seed=7)).logits
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-5)
     assert (read - float_logits).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_transformers_quantizes_blocks_of_activations_as_the_sim_does(name: str, tmp_path: Path):
+    """In float32, with the sim's own weights: the decompressor rounds those of NVFP4 to bfloat16."""
+    sim = sim_of(llama().to(torch.bfloat16).float(), CONFIGS[name][0])
+    qsdk.export(sim, tmp_path, format="compressed-tensors")
+    read, weights = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), weights_of(sim)
+    with torch.no_grad():
+        read(ids(seed=7))  # which decompresses
+        nn.Module.float(read)
+        for path, weight in weights.items():
+            assert torch.equal(read.get_submodule(path).weight, weight.to(torch.bfloat16).float())
+            read.get_submodule(path).weight.data = weight
+        logits = read(ids(seed=7)).logits
+    expected = sim(input_ids=ids(seed=7)).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert (logits - sim.unwrap()(ids(seed=7)).logits).abs().max() > 1e-3
 
 
 @pytest.mark.slow

@@ -76,11 +76,12 @@ class CalledTwice(nn.Module):
         (qsdk.w8a8(), r"2:output \(uint8, and it leaves the model\)"),
         (
             qsdk.weight_only("int3").for_dialect("onnx"),
-            r"0:weight \(a weight of int3 has no field; int4, int8 and float8",
+            r"0:weight \(a weight of int3 has no field; int4, int8, float8",
         ),
         (qsdk.weight_only("float8e5m2"), "a weight of float8e5m2 has no field"),
-        (qsdk.weight_only("mxfp8"), "blocks of float8 have no field; leave block_size out"),
-        (qsdk.weight_only("mxfp4"), "a weight of float4e2m1 has no field"),
+        (qsdk.weight_only("mxint8"), "blocks of mxint8 have no layout; nvfp4, mxfp4, mxfp8 have"),
+        (qsdk.weight_only("float8e4m3fn", block_size=16), "blocks of float8 have no field; leave block_size out"),
+        (qsdk.weight_only("float4e2m1"), "a weight of float4e2m1 has no field"),
         (
             qsdk.weight_only("int4", block_size=24),
             "blocks of 24 do not divide its 64 input channels; 32, 16, 64, 8, 4, 2 do",
