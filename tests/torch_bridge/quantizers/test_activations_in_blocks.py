@@ -97,9 +97,7 @@ def test_both_ways_to_ask_are_one_and_later_rules_win() -> None:
 
 def test_a_rule_for_what_no_linear_layer_reads_is_refused() -> None:
     model, x = model_and_input()
-    with pytest.raises(
-        qsdk.ConfigError, match=r"has no effect: add\.0:output stays float32: no quantized linear"
-    ):
+    with pytest.raises(qsdk.ConfigError, match=r"has no effect: add\.0:output stays float32: no quantized linear"):
         qsdk.quantize(model, x, qsdk.block_scaled().override("add.0", activation="mxfp4"))
 
 
