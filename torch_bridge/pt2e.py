@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ _RECURRENT: Mapping[str, Any] = {
     "GRU": _ATEN.gru.input,
     "RNN_TANH": _ATEN.rnn_tanh.input,
     "RNN_RELU": _ATEN.rnn_relu.input,
+}
+#: give back what they are given, where the dtype is the same
+_COPIES = (_ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN.to.device, _ATEN.detach.default, _ATEN.alias.default)
+#: give a list of tensors -> the place of their argument that is the axis
+_SPLITS: Mapping[Any, int] = {
+    **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), 2),
+    _ATEN.unbind.int: 1,
 }
 _INTO = "model."  # what tracing puts in front of the paths of the model
 Array = npt.NDArray[Any]
@@ -141,6 +149,8 @@ class ProgramBuilder:
                         node.replace_all_uses_with(self._in_place_of(graph, node))
                 graph.erase_node(node)
         self._set_edges(graph)
+        _drop_copies(graph)
+        _slice_in_place_of_splits(graph)
         for node in reversed(graph.nodes):
             if node.op in ("get_attr", "call_function") and not node.users and not node.is_impure():
                 graph.erase_node(node)
@@ -153,7 +163,7 @@ class ProgramBuilder:
         self._give_each_reader_its_own(graph)
         module = fx.GraphModule(self._root, graph)
         given = [x.clone() for x in _tensors(self._sim)]
-        shapes = [dict.fromkeys(axes, Dim.DYNAMIC) for axes in self._captured.shapes]
+        shapes = _dimensions(self._captured.shapes)
         with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             result = torch.export.export(module, tuple(given), dynamic_shapes=tuple(shapes), strict=False)
         for node in result.graph.nodes:
@@ -359,6 +369,46 @@ class ProgramBuilder:
         leaves = output.args[0]
         if isinstance(leaves, list | tuple) and len(leaves) == 1:
             output.args = (leaves[0],)
+
+
+def _drop_copies(graph: fx.Graph) -> None:
+    """Drop ops that return what they are given, and checks: readers of a site behind one would share its dequantize op.
+
+    A backend takes an Add with both of its dequantize ops, which is a cycle where one of them serves a norm before it.
+    """
+    for node in list(graph.nodes):
+        if node.target is _ATEN._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in _COPIES:
+            given: Any = node.args[0]
+            if given.meta.get("val") is None or given.meta["val"].dtype == node.meta["val"].dtype:
+                node.replace_all_uses_with(given)
+                graph.erase_node(node)
+
+
+def _slice_in_place_of_splits(graph: fx.Graph) -> None:
+    """Put a slice in the place of each part of a split.
+
+    ExecuTorch takes the first axis of what an op that returns a list gives for the length of the list, and fixes it.
+    """
+    for node in [node for node in graph.nodes if node.target in _SPLITS]:
+        given, at, alone = node.args[0], _SPLITS[node.target], node.target is _ATEN.unbind.int
+        axis: Any = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+        stops = [0, *accumulate(1 if alone else part.shape[axis] for part in node.meta["val"])]
+        for user in list(node.users):
+            place: Any = user.args[1]
+            target, ends = (_ATEN.select.int, (place,)) if alone else (_ATEN.slice.Tensor, stops[place : place + 2])
+            with graph.inserting_before(user):
+                user.replace_all_uses_with(graph.call_function(target, (given, axis, *ends)))
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _dimensions(shapes: Sequence[Mapping[int, str]]) -> list[dict[int, Any]]:
+    """Return the dynamic axes as torch takes them; axes of one name are one length, or shapes would depend on two."""
+    names = [name for axes in shapes for name in axes.values()]
+    shared = {name: Dim(f"length_{at}") for at, name in enumerate(dict.fromkeys(names)) if names.count(name) > 1}
+    return [{axis: shared.get(name, Dim.DYNAMIC) for axis, name in axes.items()} for axes in shapes]
 
 
 def _attribute(site: str) -> str:

@@ -4,15 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fetch import EXECUTORCH, RUAMEL_YAML, TABULATE, TORCHAO, fetch
 from torch import Tensor, nn
-from torch_models import calibrated, seeded
+from torch_models import seeded
 
-from qsdk import export, w8a8
+from qsdk import calibrate, export, quantize, w8a8
 
 #: what a user does with a program, in a process that has ExecuTorch
 LOWER = """
@@ -28,7 +29,7 @@ assert not left, left
 buffer = edge.to_executorch().buffer
 program = Runtime.get().load_program(buffer)  # what it holds lives as long as it does
 method = program.load_method("forward")
-np.save(found, method.execute([torch.from_numpy(np.load(given))])[0].numpy())
+np.save(found, method.execute([torch.from_numpy(x) for x in np.load(given).values()])[0].numpy())
 """
 
 
@@ -44,21 +45,48 @@ class Network(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Gated(nn.Module):
+    """Two blocks of a language model: a norm that casts, a sum around it, parts of a split, lengths of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x * mask.reshape(x.shape[0], -1, 1)
+        for _ in range(2):
+            normed = x.to(torch.float32)
+            normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + 1e-6)
+            gate, up = self.first(normed).chunk(2, dim=-1)
+            x = x + self.second(gate.sigmoid() * up)
+        return self.head(x)
+
+
+#: module, example, and inputs of another number of rows
+NETWORKS: dict[str, Any] = {
+    "convolutions": (Network, (seeded(4, 3, 12, 12),), (seeded(7, 3, 12, 12, seed=5),)),
+    "gated": (Gated, (seeded(4, 6, 8), torch.ones(4, 6)), (seeded(3, 6, 8, seed=5), torch.ones(3, 6))),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11) or sys.platform != "linux", reason="the pinned wheel is another's")
-def test_executorch_runs_what_the_sim_simulates_for_another_number_of_rows(tmp_path: Path):
+@pytest.mark.parametrize("name", NETWORKS)
+def test_executorch_runs_what_the_sim_simulates_for_another_number_of_rows(name: str, tmp_path: Path):
     folders = [str(fetch(package)) for package in (EXECUTORCH, TORCHAO, RUAMEL_YAML, TABULATE)]
     torch.manual_seed(0)
-    sim = calibrated(Network().eval(), seeded(4, 3, 12, 12), w8a8().for_dialect("xnnpack"))
+    make, example, other = NETWORKS[name]
+    sim = quantize(make().eval(), example, w8a8().for_dialect("xnnpack"))
+    calibrate(sim, [example], progress=False)
     export(sim, tmp_path / "m.pt2", format="pt2e")
-    other = seeded(7, 3, 12, 12, seed=5)
-    np.save(tmp_path / "x.npy", other.numpy())
-    command = [sys.executable, "-c", LOWER, *(str(tmp_path / name) for name in ("m.pt2", "x.npy", "y.npy"))]
+    np.savez(tmp_path / "x.npz", *(x.numpy() for x in other))
+    command = [sys.executable, "-c", LOWER, *(str(tmp_path / name) for name in ("m.pt2", "x.npz", "y.npy"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert result.returncode == 0, result.stderr
-    wanted = sim(other).numpy()
+    wanted = sim(*other).numpy()
     step = float(sim.encodings["head:output"].scale[0])
     assert np.abs(np.load(tmp_path / "y.npy") - wanted).max() <= step * 1.001
     assert np.abs(wanted).max() > 10 * step
