@@ -171,7 +171,8 @@ def _fold_and_wrap(
     layers = {site_name(fold.norm_op, "output"): site_name(fold.op, "output") for fold in folds}
     overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
     write_back = frozenset(aliases.read_again)
-    runtime.written = WrittenSites(frozenset(aliases.views), write_back, overwritten, write_back | dataflow.aliased)
+    aliased = write_back | dataflow.aliased
+    runtime.written = WrittenSites(frozenset(aliases.views), write_back, overwritten, aliased, aliases.made_anew())
     names = (
         *input_names(own.forward, given.args),
         *(name for name, x in given.kwargs.items() if tensors_of(x, caches=True)),

@@ -5,7 +5,7 @@ queries and keys by tables of a rotary embedding, hides later tokens and those b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from onnx_backend.genai.products import find_products, merge_alike, merged
 
 Array = npt.NDArray[Any]
 _TURNED_UNIT = 8  # pairs of numbers that the kernel turns at once
+_TABLES = ("cos_cache", "sin_cache")
 _HEADS_LAST, _TURNED = [0, 2, 1, 3], [0, 1, 3, 2]
 
 
@@ -90,9 +91,8 @@ class _Attention:
     scale: float
     softcap: float
     window: int
-    sinks: str
+    sinks: Array | None  # one score for each head, which takes a share and gives nothing
     output: str
-    scales: Mapping[str, Any] = field(default_factory=dict)
 
 
 class AttentionWriter:
@@ -100,6 +100,7 @@ class AttentionWriter:
 
     Attributes:
         reasons: result of an attention without a form -> why.
+        switches: lengths of texts up to which tables of rotary positions have rows of their own.
     """
 
     def __init__(
@@ -113,14 +114,16 @@ class AttentionWriter:
         self.editor, self.turns, self.norms, self.computed, self.sizes = editor, turns, norms, computed, sizes
         self.products = {product.output: product for product in find_products(editor)}
         self.reasons = dict[str, str]()
-        self._tables = dict[tuple[str, str], tuple[str, str]]()
+        self.switches = set[int]()
+        self._tables = list[tuple[str, str, int]]()
         self._lengths: list[NodeProto] = []
 
     def write(self) -> int:
         """Write every attention that has a form, in place, and return their number."""
         found = list[tuple[NodeProto, _Attention]]()
         for node in self.editor.model.graph.node:
-            if node.op_type == "Softmax":
+            # scores of a router are [tokens, experts]
+            if node.op_type == "Softmax" and len(self.sizes.get(node.input[0], (0, 0, 0))) > 2:
                 try:
                     found.append((node, self._read(node)))
                 except _NoFormError as error:
@@ -136,10 +139,10 @@ class AttentionWriter:
         editor = self.editor
         if editor.options(softmax).get("axis", -1) not in (-1, 3):
             raise _NoFormError("its softmax is not over the last axis")
-        scores, sinks = softmax.input[0], ""
+        scores, sinks = self._unshifted(softmax.input[0]), None
         if (joined := editor.maker(scores, "Concat")) is not None:
             scores, sinks = joined.input[0], self._sinks(joined)
-        values, output = self._behind(softmax.output[0], bool(sinks))
+        values, output = self._behind(softmax.output[0], sinks is not None)
         window, softcap, factor = -1, 0.0, 1.0
         while (node := editor.maker(scores, "Add", "Mul", "Div", "Where", "Cast")) is not None:
             scores, window, softcap, factor = self._in_front(node, window, softcap, factor)
@@ -154,7 +157,7 @@ class AttentionWriter:
         keys, factor = self._scaled(turned.input[0], factor)
         past_key, present_key, key = self._cached(self._unrepeated(keys))
         past_value, present_value, value = self._cached(self._unrepeated(values))
-        if sinks == "" and factor <= 0:
+        if factor <= 0:
             raise _NoFormError("the factor of its scores is not positive")
         cache = (past_key, past_value, present_key, present_value)
         kept, size = (self.sizes[present_key][axis] for axis in (1, 3))
@@ -162,6 +165,8 @@ class AttentionWriter:
         count = self.sizes[query][1]
         if not all(isinstance(n, int) for n in (kept, size, count)):
             raise _NoFormError("the number of its heads is open")
+        if sinks is not None and sinks.size != count:
+            raise _NoFormError("its heads have no sink each")
         heads = (int(count), int(kept), int(size))
         own = _Attention(
             query_heads, self._heads(key), self._heads(value), cache, heads, factor, softcap, window, sinks, output
@@ -210,12 +215,32 @@ class AttentionWriter:
             tensor, factor = inner, factor * (number if node.op_type == "Mul" else 1 / number)
         return tensor, factor
 
-    def _sinks(self, joined: NodeProto) -> str:
-        raise _NoFormError("scores of sinks are joined to its own")
+    def _unshifted(self, scores: str) -> str:
+        """Step over a shift of scores by their largest, which changes no share."""
+        shifted = self.editor.maker(scores, "Sub")
+        largest = None if shifted is None else self.editor.maker(shifted.input[1], "ReduceMax")
+        return (
+            scores if shifted is None or largest is None or largest.input[0] != shifted.input[0] else shifted.input[0]
+        )
+
+    def _sinks(self, joined: NodeProto) -> Array:
+        """Return the scores of sinks, one for each head, that are joined behind those of tokens."""
+        editor = self.editor
+        wide = editor.maker(joined.input[1], "Expand") if len(joined.input) == 2 else None
+        value = editor.value(joined.input[1] if wide is None else wide.input[0])
+        if value is None or value.shape != (1, value.size, 1, 1) or editor.options(joined).get("axis") not in (-1, 3):
+            raise _NoFormError("what is joined to its scores is no stored score for each head")
+        return value.reshape(-1)
 
     def _behind(self, shares: str, sinks: bool) -> tuple[str, str]:
         """Return the values that the shares of a softmax multiply, and the result [batch, step, heads x size]."""
         editor = self.editor
+        if sinks:
+            cut = editor.reader(shares, "Slice")
+            bounds = [] if cut is None else [editor.scalar(name) for name in cut.input[1:]]
+            if cut is None or bounds[:2] != [0, -1] or bounds[2] not in (-1, 3) or bounds[3:] not in ([], [1]):
+                raise _NoFormError("its values are not multiplied by the shares of all but the sink")
+            shares = cut.output[0]
         readers = editor.index.readers.get(shares, [])
         guard = next((node for node in readers if node.op_type == "Where"), None)
         if guard is not None and {node.op_type for node in readers} == {"Where", "IsNaN"}:
@@ -317,19 +342,27 @@ class AttentionWriter:
         if not all(np.array_equal(left, right) for left, right in zip(*tables, strict=True)):
             raise _NoFormError("its queries and keys do not turn alike")
 
-    def _table(self, turn: Turn) -> tuple[Array, Array] | None:
-        """Return the tables [positions, half of what is turned] of a rotary embedding."""
-        found = []
+    def _table(self, turn: Turn) -> tuple[Array, Array, int] | None:
+        """Return the tables [rows, half of what is turned] of a rotary embedding.
+
+        And the length up to which texts have rows of their own, which come first.
+        """
+        found, switches = [], []
         for name in (turn.cos, turn.sin):
-            whole = self.computed.table(name)
-            if whole is None:
+            known = self.computed.table(name)
+            if known is None:
                 return None
+            whole, switch = known
+            switches.append(switch)
+            if 2 * whole.shape[1] == self.sizes[turn.source][-1]:  # both values of a pair read one number
+                found.append(whole)
+                continue
             half = whole.shape[1] // 2
             both = (whole[:, ::2], whole[:, 1::2]) if turn.pairs else (whole[:, :half], whole[:, half:])
             if not np.array_equal(*both):
                 return None
             found.append(both[0])
-        return found[0], found[1]
+        return (found[0], found[1], switches[0]) if switches[0] == switches[1] else None
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -341,11 +374,14 @@ class AttentionWriter:
         inputs = [*self._rows(found, nodes), past_key, past_value, "qsdk/seqlens_k", "qsdk/total_length"]
         options: dict[str, Any] = {"do_rotary": 0}
         if found.query.turn is not None:
-            inputs += self._stored_tables(found.query.turn)
+            *tables, switch = self._stored_tables(found.query.turn)
+            inputs += [*tables, *self._rows_of_positions(switch, nodes)]
             options = {"do_rotary": 1, "rotary_interleaved": int(found.query.turn.pairs)}
         heads, kept, _ = found.heads
         options |= {"num_heads": heads, "kv_num_heads": kept, "scale": found.scale, "softcap": found.softcap}
         options |= {"local_window_size": found.window}
+        if found.sinks is not None:
+            inputs += [""] * (11 - len(inputs)) + [editor.keep_once(f"{found.output}/sinks", found.sinks)]
         outputs = [found.output, present_key, present_value]
         nodes.append(editor.node("GroupQueryAttention", inputs, outputs, domain=MICROSOFT, **options))
         editor.replace(found.output, nodes, also=(present_key, present_value))
@@ -396,17 +432,46 @@ class AttentionWriter:
         nodes.append(self.editor.shaped(rows, [0, 0, -1], f"{rows}/flat"))
         return str(nodes[-1].output[0])
 
-    def _stored_tables(self, turn: Turn) -> tuple[str, str]:
-        tables = self._table(turn)
-        if tables is None:
+    def _stored_tables(self, turn: Turn) -> tuple[str, str, int]:
+        found = self._table(turn)
+        if found is None:
             raise ValueError(f"{turn} has no table")
-        key = (tables[0].tobytes().hex()[:64], tables[1].tobytes().hex()[-64:])
-        for known in self._tables.values():
-            if all(np.array_equal(self.editor.stored(n)(), t) for n, t in zip(known, tables, strict=True)):
+        *tables, switch = found
+        for known in self._tables:
+            if known[2] == switch and all(
+                np.array_equal(self.editor.stored(str(n))(), t) for n, t in zip(known, tables, strict=False)
+            ):
                 return known
-        names = [f"cos_cache{len(self._tables) or ''}", f"sin_cache{len(self._tables) or ''}"]
-        self._tables[key] = (self.editor.keep(names[0], tables[0]), self.editor.keep(names[1], tables[1]))
-        return self._tables[key]
+        cos, sin = (
+            self.editor.keep(f"{name}{len(self._tables) or ''}", t) for name, t in zip(_TABLES, tables, strict=True)
+        )
+        self._tables.append((cos, sin, switch))
+        return self._tables[-1]
+
+    def _rows_of_positions(self, switch: int, nodes: list[NodeProto]) -> list[str]:
+        """Return the tensor [batch, step] of rows of tables, where those depend on the length of the text too."""
+        if not switch:
+            return []
+        editor, prefix = self.editor, f"qsdk/switch_{switch}"
+        if switch not in self.switches:
+            self.switches.add(switch)
+            one, axis = (
+                editor.keep(f"{prefix}/one", np.array(1, np.int64)),
+                editor.keep("qsdk/axis", np.array(1, np.int64)),
+            )
+            length = editor.keep(f"{prefix}/length", np.array(switch, np.int64))
+            nodes += [
+                editor.node("Shape", ["input_ids"], [f"{prefix}/sizes"]),
+                editor.node("Gather", [f"{prefix}/sizes", axis], [f"{prefix}/step"], axis=0),
+                editor.node("Greater", ["qsdk/longest", length], [f"{prefix}/is_long"]),
+                editor.node("Cast", [f"{prefix}/is_long"], [f"{prefix}/is_long/number"], to=7),
+                editor.node("Mul", [f"{prefix}/is_long/number", length], [f"{prefix}/start"]),
+                editor.node("Add", ["qsdk/longest", f"{prefix}/start"], [f"{prefix}/end"]),
+                editor.node("Sub", [f"{prefix}/end", f"{prefix}/step"], [f"{prefix}/first"]),
+                editor.node("Range", [f"{prefix}/first", f"{prefix}/end", one], [f"{prefix}/of_one"]),
+                editor.node("Expand", [f"{prefix}/of_one", f"{prefix}/sizes"], [f"{prefix}/rows"]),
+            ]
+        return [f"{prefix}/rows"]
 
     def _count_tokens(self) -> list[NodeProto]:
         """Return nodes that count the tokens of each text and of the longest, from the mask of tokens."""

@@ -77,7 +77,7 @@ def take_codes(model: ModelProto, scales: dict[str, float]) -> None:
         if node.op_type != "GroupQueryAttention":
             continue
         names = [editor.keep(f"{name}.scale", np.array([scales[name]], np.float32)) for name in node.input[3:5]]
-        node.input.extend([""] * (12 - len(node.input)) + names)
+        node.input.extend([""] * (12 - len(node.input)) + names)  # behind the sinks
         for name in (*node.input[3:5], *node.output[1:3]):
             edges[name].type.tensor_type.elem_type = TensorProto.INT8
         set_attributes(node, {"k_quant_type": _ONE_SCALE, "v_quant_type": _ONE_SCALE, "kv_cache_bit_width": 8})

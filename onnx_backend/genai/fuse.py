@@ -3,8 +3,8 @@
 Every form is found by structure and computes what the nodes did that it stands for; what has none stays as it is.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
@@ -13,6 +13,7 @@ from onnx_backend.genai.attention import AttentionWriter, Norm, Turn
 from onnx_backend.genai.caches import FloatCaches, take_codes, without_pairs
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
+from onnx_backend.genai.experts import ExpertsWriter
 from onnx_backend.genai.lookups import write_products
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.passes.fold_constants import evaluate
@@ -38,6 +39,9 @@ class Fused:
         forms: site of a weight -> the form that it got.
         attentions: how many have one.
         left: result of an attention without a form -> why.
+        switches: lengths of texts up to which rotary embeddings have rows of their own.
+        experts: how many mixtures of experts have a form.
+        left_experts: site of a stack of experts without one -> why.
     """
 
     model: ModelProto
@@ -45,6 +49,9 @@ class Fused:
     forms: Mapping[str, str]
     attentions: int
     left: Mapping[str, str]
+    switches: Collection[int] = ()
+    experts: int = 0
+    left_experts: Mapping[str, str] = field(default_factory=dict)
 
 
 def fuse(model: ModelProto, large: Mapping[str, LargeTensor], *, positions: int) -> Fused:
@@ -75,8 +82,9 @@ def _fused(model: ModelProto, large: Mapping[str, LargeTensor], positions: int) 
     turns = {named.output(group): turn for group in groups if (turn := named.turn(group)) is not None}
     norms = {named.output(group): norm for group in groups if (norm := named.norm(editor, group)) is not None}
     sizes = static_sizes(with_inferred_shapes(skeleton(model)))
-    writer = AttentionWriter(editor, turns, norms, Computed(editor, positions), sizes)
-    count = writer.write()
+    computed = Computed(editor, positions)
+    writer, experts = AttentionWriter(editor, turns, norms, computed, sizes), ExpertsWriter(editor, computed)
+    count, mixtures = writer.write(), experts.write()
     _write_norms(editor, norms)
     write_products(editor)
     _drop_unread_inputs(model)
@@ -85,7 +93,7 @@ def _fused(model: ModelProto, large: Mapping[str, LargeTensor], positions: int) 
         del node.metadata_props[:]
         node.doc_string = ""
     model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
-    return Fused(model, editor.large, editor.forms, count, writer.reasons)
+    return Fused(model, editor.large, editor.forms, count, writer.reasons, writer.switches, mixtures, experts.reasons)
 
 
 class _Named:

@@ -20,6 +20,7 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 
 MODEL, CONFIG = "model.onnx", "genai_config.json"
+_BEGINS_AGAIN = 4096  # tokens, behind which onnxruntime-genai (0.18) computes all keys again
 #: (model file, config) -> facts for the report; raises an error about a folder that is not to be written
 CheckFolder = Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]
 
@@ -79,18 +80,31 @@ def write_genai(
         in_use=in_use,
         check=checked if check is not None else None,
     )
-    return _report(lowered.rows, fused, written, said)
+    return _report(lowered.rows, fused, config, written, said)
 
 
-def _report(rows: list[dict[str, Any]], fused: Fused, written: list[Path], said: Mapping[str, Any]) -> Report:
+def _report(
+    rows: list[dict[str, Any]],
+    fused: Fused,
+    config: Mapping[str, Any],
+    written: list[Path],
+    said: Mapping[str, Any],
+) -> Report:
     known = [{**row, "form": fused.forms.get(row["site"], row["form"])} for row in rows]
     for row in known:
         row.pop("zero_point_bytes_saved", None)
-    plain = {"plain": [f"{name}: {why}" for name, why in fused.left.items()]} if fused.left else {}
+    left = {**fused.left, **fused.left_experts}
+    plain = {"plain": [f"{name}: {why}" for name, why in left.items()]} if left else {}
     size: dict[str, Any] = {"bytes": sum(path.stat().st_size for path in written), "nodes": len(fused.model.graph.node)}
     slow = [site for site, form in fused.forms.items() if form.endswith(IN_FLOATS)]
     if slow:
         remedy = 'choose compute="int8", as for_dialect("genai") does, or 4 bits'
         size["slow"] = f"the kernel of 8 bits is not made for floats ({', '.join(slow[:4])}): {remedy}"
-    forms = {"attentions": fused.attentions, "paths": [str(path) for path in written]}
+    mixtures = {"experts": fused.experts} if fused.experts or fused.left_experts else {}
+    forms = {"attentions": fused.attentions, **mixtures, "paths": [str(path) for path in written]}
+    for switch in fused.switches:
+        begins_again = switch == _BEGINS_AGAIN and config["model"]["type"] in ("phi3", "phimoe")
+        then = "begins again" if begins_again else "keeps the keys of before: give it to a new Generator there"
+        short = f"texts of {switch} tokens and fewer have rotary positions of their own"
+        size["switch"] = f"{short}; in onnxruntime-genai one that grows longer {then}"
     return Report("Export", known, {**size, **forms, **plain, **said})

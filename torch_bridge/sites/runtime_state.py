@@ -160,16 +160,18 @@ class WrittenSites:
         write_back: of in-place ops whose tensor is read again by its old name.
         overwritten: whose tensor is written over after it was quantized.
         aliased: whose tensor is given out under another name too, by which it is written over later.
+        made_anew: of buffers that each pass writes over as a whole before it reads them; they have no quantizer.
     """
 
     views: frozenset[str] = frozenset()
     write_back: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
     aliased: frozenset[str] = frozenset()
+    made_anew: frozenset[str] = frozenset()
 
     def renamed(self, names: Mapping[str, str]) -> "WrittenSites":
         """Return the same sites by other names."""
-        parts = (self.views, self.write_back, self.overwritten, self.aliased)
+        parts = (self.views, self.write_back, self.overwritten, self.aliased, self.made_anew)
         return WrittenSites(*(frozenset(names.get(site, site) for site in part) for part in parts))
 
 

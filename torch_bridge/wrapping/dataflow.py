@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qsdk.core.errors import ModelError
-from qsdk.core.site import owner_of, port_of, without_calls
+from qsdk.core.site import owner_of, port_of, site_name, without_calls
 from torch_bridge.sites.calls import Frame, source_line
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.wrapping.wrapped_state import state_of
+
+_ASKS_FOR_DTYPE = frozenset({"is_complex", "is_floating_point", "is_signed"})
 
 
 class WrittenStateError(ModelError):
@@ -121,6 +123,7 @@ class Aliases:
         self._state = {_memory(tensor): name for name, tensor in stored}
         self._state_read: set[int] = set()
         self._state_written: dict[int, str] = {}
+        self._made_anew: set[int] = set()
 
     def before_call(self, arguments: Any) -> None:
         """Record the arguments of a function that is about to be called."""
@@ -137,7 +140,7 @@ class Aliases:
         for x in read:
             self._record_read(x)
         results = all_tensors(result)
-        self._note_state(read, changed, results)
+        self._note_state(name, read, changed, results)
         if changed:
             out = all_tensors((kwargs or {}).get("out"))
             self._record_write(next((x for x in (*out, *given) if any(x is y for y in changed)), changed[0]))
@@ -173,6 +176,11 @@ class Aliases:
         }
         if lines:
             raise WrittenStateError(lines)
+
+    def made_anew(self) -> frozenset[str]:
+        """Return the sites of buffers that are written over as a whole before they are read."""
+        parts = (self._state[memory].rpartition(".") for memory in self._made_anew)
+        return frozenset(site_name(path, name) for path, _, name in parts)
 
     def _name(self, x: Tensor) -> _TensorName:
         return self._names.setdefault(id(x), _TensorName(x, 0))
@@ -217,16 +225,20 @@ class Aliases:
             writes = self._writes[region.memory]
             writes[:-1] = [write for write in writes[:-1] if write.region != region]
 
-    def _note_state(self, read: list[Tensor], changed: list[Tensor], results: list[Tensor]) -> None:
+    def _note_state(self, name: str, read: list[Tensor], changed: list[Tensor], results: list[Tensor]) -> None:
         """Record which parameters and buffers a call reads or writes.
 
-        It does not read what it only writes over, nor what it returns a view of.
+        It does not read what it only writes over, nor what it returns a view of. What is copied over as a whole before
+        it is read is no state: each pass makes it anew, as the frequencies of a rotary embedding by LongRoPE.
         """
         for x in changed:
-            if _memory(x) in self._state:
+            if name == "copy_" and _memory(x) not in self._state_read and x.nbytes == x.untyped_storage().nbytes():
+                self._made_anew.add(_memory(x))
+            if _memory(x) in self._state.keys() - self._made_anew:
                 self._state_written.setdefault(_memory(x), source_line())
         shared = {_memory(x) for x in (*changed, *results)}
-        self._state_read.update({_memory(x) for x in read} & self._state.keys() - shared)
+        if name not in _ASKS_FOR_DTYPE:
+            self._state_read.update({_memory(x) for x in read} & self._state.keys() - shared)
 
 
 def all_tensors(value: Any) -> list[Tensor]:

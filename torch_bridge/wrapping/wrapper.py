@@ -384,7 +384,10 @@ def _quantized_property(name: str) -> property:
             return _as_read(state.runtime, state.active_norm.read_parameter(self, name, state.path, state.runtime))
         if raw is None or state is None or state.runtime.frame is None:
             return raw
-        return _as_read(state.runtime, state.runtime.emit(site_name(state.path, name), raw))
+        site = site_name(state.path, name)
+        if site in state.runtime.written.made_anew:
+            return raw  # what is written must be the buffer itself, also in a trace
+        return _as_read(state.runtime, state.runtime.emit(site, raw))
 
     def write(self: nn.Module, value: Any) -> None:
         # nn.Module.__setattr__ takes Parameters; what reaches the property is a plain tensor or None

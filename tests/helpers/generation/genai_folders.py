@@ -4,11 +4,13 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import onnx
 import torch
 from torch import nn
 
 from onnx_backend.genai.check import generate
+from qsdk import QuantSim
 
 
 def nodes(folder: Path) -> Counter[str]:
@@ -20,6 +22,15 @@ def text(folder: Path, prompt: list[int], count: int) -> list[int]:
     """Return the tokens that onnxruntime-genai goes on with, from the files of a folder alone."""
     config = json.loads((folder / "genai_config.json").read_text())
     return generate(folder / "model.onnx", config, prompt, count)[0].tolist()
+
+
+def steps(folder: Path, sim: QuantSim, prompt: list[int], count: int) -> float:
+    """Return how far the logits of a few steps in onnxruntime-genai are from a simulation without a cache."""
+    config = json.loads((folder / "genai_config.json").read_text())
+    found, logits = generate(folder / "model.onnx", config, prompt, count)
+    with torch.no_grad():
+        wanted = sim.model(input_ids=torch.from_numpy(found[None, :-1])).logits[0, len(prompt) - 1 :].numpy()
+    return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
 
 
 def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:

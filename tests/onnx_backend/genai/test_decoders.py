@@ -1,5 +1,6 @@
 """Decoders in onnxruntime-genai: its own Generator writes the tokens of the simulation, in its fused forms."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 import transformers
-from genai_folders import greedy, nodes, text
+from genai_folders import greedy, nodes, steps, text
 from tiny_decoders import VOCABULARY, decoder, plain_sim, tokens
 from torch import nn
 
@@ -74,6 +75,42 @@ def test_64_tokens_of_every_architecture_are_those_of_the_simulation(kind: str, 
     prompt = tokens(5, length=9)[0].tolist()
     assert text(tmp_path / kind, prompt, 64) == greedy(sim.model, prompt, 64)
     assert not nodes(tmp_path / kind).keys() & {"MatMul", "Softmax"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+def test_sinks_take_their_share_in_the_kernel(cache: str, tmp_path: Path):
+    model = tiny("GptOss", hidden_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks, 1.0, 2.0)
+    config = qsdk.weight_only("int4", block_size=32, kv_cache=cache, compute="float32").for_dialect("genai")
+    sim = plain_sim(model, config)
+    report = qsdk.export(sim, tmp_path / "oss", format="genai")
+    assert report.summary["attentions"] == 2
+    assert "plain" not in report.summary
+    assert json.loads((tmp_path / "oss" / "genai_config.json").read_text())["search"]["past_present_share_buffer"]
+    assert steps(tmp_path / "oss", sim, tokens(5, length=9)[0].tolist(), 24) < 1e-4
+    for layer in sim.model.model.layers:  # the test sees sinks: without them it is another model
+        nn.init.constant_(layer.self_attn.sinks, -100.0)
+    assert steps(tmp_path / "oss", sim, tokens(5, length=9)[0].tolist(), 4) > 1e-2
+
+
+@pytest.mark.slow
+def test_a_rotary_embedding_has_rows_for_short_texts_and_for_long_ones(tmp_path: Path):
+    # Phi-4-mini in its own proportions: of 128 numbers of a head, 96 are turned, by factors for short and long texts
+    factors = {"short_factor": [1 + i / 40 for i in range(48)], "long_factor": [2 + i / 8 for i in range(48)]}
+    turned = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
+    turned["original_max_position_embeddings"] = 64
+    sizes = {"hidden_size": 512, "head_dim": 128, "num_hidden_layers": 1, "max_position_embeddings": 256}
+    model = decoder("Phi3", rope_parameters=turned, original_max_position_embeddings=64, **sizes)
+    sim = plain_sim(model, qsdk.weight_only("int4", block_size=32, kv_cache="float32"))
+    report = qsdk.export(sim, tmp_path / "phi", format="genai")
+    assert report.summary["attentions"] == 1
+    assert "texts of 64 tokens and fewer" in report.summary["switch"]
+    for length in (9, 60, 65, 100, 250):
+        assert steps(tmp_path / "phi", sim, tokens(5, length=length)[0].tolist(), 4) < 1e-4
+    graph = onnx.load(tmp_path / "phi" / "model.onnx").graph
+    assert {tuple(one.dims) for one in graph.initializer if "_cache" in one.name} == {(64 + 256, 48)}
 
 
 TABLES: list[dict[str, Any]] = [{}, {"weight": "int8", "block_size": 32}, {"weight": "int4", "block_size": 32}]

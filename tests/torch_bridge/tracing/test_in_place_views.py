@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of, states
 
 import qsdk
-from qsdk import ModelError
+from qsdk import ModelError, calibrate
 
 X = seeded(2, 3, 4, 4)
 KEPT, DROPPING = nn.ReLU(inplace=True), nn.Dropout().eval()
@@ -231,8 +231,16 @@ class Counted(Keeping):
         return self.fc(x) * self.calls
 
 
+class ReadFirst(Keeping):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.kept[:, :3] * self.fc(x)
+        self.kept.copy_(torch.cat([y, y], 1))
+        return self.kept * 2
+
+
 @pytest.mark.parametrize(
-    ("model", "name"), [(Cache, "kept"), (CacheView, "kept"), (Shrinking, "fc.weight"), (Counted, "calls")]
+    ("model", "name"),
+    [(ReadFirst, "kept"), (Cache, "kept"), (CacheView, "kept"), (Shrinking, "fc.weight"), (Counted, "calls")],
 )
 def test_a_state_that_a_file_cannot_keep_is_refused(model: type[nn.Module], name: str):
     match = rf"{name} is written by the forward pass \({model.__name__}.forward, line \d\) .* return it changed"
@@ -243,6 +251,25 @@ def test_a_state_that_a_file_cannot_keep_is_refused(model: type[nn.Module], name
 @pytest.mark.slow
 def test_a_buffer_that_is_written_and_never_read_is_not_a_state():
     assert states(sim_of(Counting().eval(), seeded(2, 3, 4)))["fc:output"] == "quantized"
+
+
+def test_a_buffer_that_each_pass_writes_over_as_a_whole_is_what_that_pass_computes(tmp_path: Path):
+    class Anew(Keeping):
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = torch.where(x.max() > 2, x + 1, x - 1)  # as LongRoPE chooses its frequencies
+            self.kept.copy_(torch.cat([chosen, x], 1))
+            return self.fc(self.kept) * 2
+
+    small, large = seeded(2, 3, 4).clamp(max=1), seeded(2, 3, 4).clamp(max=1) + 3
+    sim = sim_of(Anew().eval(), small)
+    calibrate(sim, [small, large], progress=False)
+    assert sim.runtime.written.made_anew == {"self:kept"}
+    path = str(tmp_path / "model.onnx")
+    qsdk.export(sim, path)
+    session = ort.InferenceSession(path)
+    for x in (small, large, small):
+        got = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+        np.testing.assert_allclose(got, sim(x).numpy(), atol=1e-5)
 
 
 def test_a_model_that_writes_over_its_input_leaves_the_callers_as_it_is(tmp_path: Path):
