@@ -4,14 +4,16 @@ The networks of `pt2e_networks.py`, in two ways: by qsdk (`w8a8().for_dialect("x
 the same batches and `convert_pt2e` with `XNNPACKQuantizer`, weights per channel. Install the two libraries beside qsdk:
 `.venv/bin/pip install --no-deps --target FOLDER executorch==1.5.1 torchao==0.18.0 ruamel.yaml tabulate`, then
 `PYTHONPATH=FOLDER .venv/bin/python benchmarks/pt2e.py`. `--only bert,vit` chooses networks, `--out rows.jsonl` keeps
-the row of each (a network that has one there is not measured again).
+the row of each (a network that has one there is not measured again), `--short` leaves out 4 bits, training, `adaround`.
 
 One JSON line. `rows`, by network: `weights_lsb` and `activations_lsb` of the loaded program at its sites; the larger of
-both, `trained_lsb`, of a sim after two steps of QAT; `pte_db`, how far ExecuTorch's runtime is off the sim on other
-inputs and another number of rows; `float_db` and `theirs_db`, how far qsdk's and torchao's programs are off the float
-model, and `float_db4`, `theirs_db4` with weights of 4 bits (qsdk after `adaround`); `delegated`, `theirs_delegated`,
-shares of ops of the model (all but quantize and dequantize ops) that the partitioner gives to XNNPACK, and `integer`,
-`theirs_integer`, of those that compute there between dequantize and quantize ops. The summary counts networks.
+both, `trained_lsb`, of a sim after two steps of QAT; `pte_db`, how far ExecuTorch's runtime is off the sim on five
+batches of other inputs with another number of rows; `float_db` and `theirs_db`, how far qsdk's and torchao's programs
+are off the float model there, `rounded_db` qsdk's after `adaround`, and `float_db4`, `theirs_db4` with weights of 4
+bits (qsdk after `adaround`); `delegated`, `theirs_delegated`, shares of ops of the model (all but quantize and
+dequantize ops) that the partitioner gives to XNNPACK, and `integer`,
+`theirs_integer`, of those that compute there between dequantize and quantize ops. `ours_error`,
+`theirs_error`: what kept a flow from its end. The summary counts networks.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import logging
 import math
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,7 +37,7 @@ from torch.export import Dim
 
 import qsdk
 
-SEEDS, ROWS = range(4), 3
+SEEDS, TESTS, ROWS = range(4), range(20, 25), 3
 Row = dict[str, Any]
 
 
@@ -80,13 +83,25 @@ def shares(edge: Any) -> tuple[float, float]:
     return round(len(inside) / whole, 3), round(len(integer) / whole, 3)
 
 
-def run_pte(edge: Any, given: tuple[Tensor, ...]) -> Tensor:
-    """Return the first output of ExecuTorch's runtime."""
+def in_runtime(edge: Any) -> Callable[..., Tensor]:
+    """Return a function that runs a program in ExecuTorch's runtime, for its first output."""
     from executorch.runtime import Runtime
 
     program = Runtime.get().load_program(edge.to_executorch().buffer)
-    found: Tensor = program.load_method("forward").execute(list(given))[0]
-    return found
+    method = program.load_method("forward")
+
+    def run(*given: Tensor) -> Tensor:
+        assert program is not None  # what it holds lives as long as it does
+        found: Tensor = method.execute(list(given))[0]
+        return found.clone()
+
+    return run
+
+
+def on_tests(run: Callable[..., Tensor], network: Network) -> Tensor:
+    """Return the outputs of the test batches."""
+    with torch.no_grad():  # memory is planned for no more rows than the example has
+        return torch.cat([run(*network.batch(seed, ROWS - 1)) for seed in TESTS])
 
 
 def theirs(model: torch.nn.Module, network: Network, bits: int) -> torch.export.ExportedProgram:
@@ -126,39 +141,42 @@ def train(sim: Any, network: Network) -> None:
             optimizer.step()
 
 
-def measure_ours(model: torch.nn.Module, network: Network, row: Row, folder: Path) -> None:
+def measure_ours(model: torch.nn.Module, network: Network, row: Row, folder: Path, *, short: bool) -> None:
     """Fill in what is about qsdk's programs."""
-    config, test = qsdk.w8a8().for_dialect("xnnpack"), network.batch(9, ROWS - 1)  # its memory is planned for no more
-    with torch.no_grad():
-        wanted = model(*test)
-    sim = calibrated(model, network, config)
+    wanted, data = on_tests(model, network), [network.batch(seed, ROWS) for seed in SEEDS]
+    sim = calibrated(model, network, qsdk.w8a8().for_dialect("xnnpack"))
     summary = qsdk.export(sim, folder / "m.pt2", format="pt2e").summary
     row |= {name: summary[f"{name.removesuffix('_lsb')}_max_lsb"] for name in ("weights_lsb", "activations_lsb")}
-    row["float_db"] = decibels(wanted, sim(*test))
+    simulated = on_tests(sim, network)
+    row["float_db"] = decibels(wanted, simulated)
     edge = lowered(torch.export.load(folder / "m.pt2"))
     row["delegated"], row["integer"] = shares(edge)
-    row["pte_db"] = decibels(sim(*test), run_pte(edge, test))
+    row["pte_db"] = decibels(simulated, on_tests(in_runtime(edge), network))
+    if short:
+        return
+    qsdk.adaround(sim, data, progress=False)
+    row["rounded_db"] = decibels(wanted, on_tests(sim, network))
     train(sim, network)
     trained = qsdk.export(sim, folder / "m.pt2", format="pt2e").summary
     row["trained_lsb"] = max(trained["weights_max_lsb"], trained["activations_max_lsb"])
     sim = calibrated(model, network, qsdk.w4a8().for_dialect("xnnpack"))
-    qsdk.adaround(sim, [network.batch(seed, ROWS) for seed in SEEDS], progress=False)
-    row["float_db4"] = decibels(wanted, sim(*test))
+    qsdk.adaround(sim, data, progress=False)
+    row["float_db4"] = decibels(wanted, on_tests(sim, network))
 
 
-def measure_theirs(model: torch.nn.Module, network: Network, row: Row) -> None:
+def measure_theirs(model: torch.nn.Module, network: Network, row: Row, *, short: bool) -> None:
     """Fill in what is about torchao's programs."""
-    test = network.batch(9, ROWS - 1)
-    with torch.no_grad():
-        wanted = model(*test)
-        for bits, name in ((8, "theirs_db"), (4, "theirs_db4")):
+    wanted = on_tests(model, network)
+    for bits, name in ((8, "theirs_db"), (4, "theirs_db4"))[: 1 if short else 2]:
+        with torch.no_grad():
             program = theirs(model, network, bits)
-            row[name] = decibels(wanted, program.module(check_guards=False)(*test))
-            if bits == 8:
-                row["theirs_delegated"], row["theirs_integer"] = shares(lowered(program))
+        row[name] = decibels(wanted, on_tests(program.module(check_guards=False), network))
+        if bits == 8:
+            edge = lowered(program)
+            row["theirs_delegated"], row["theirs_integer"] = shares(edge)
 
 
-def measure(name: str, network: Network) -> Row:
+def measure(name: str, network: Network, *, short: bool) -> Row:
     """Return the row of a network; a step that fails is named with its error."""
     row: Row = {"network": name}
     torch.manual_seed(0)
@@ -167,9 +185,9 @@ def measure(name: str, network: Network) -> Row:
         for part in ("ours", "theirs"):
             try:
                 if part == "ours":
-                    measure_ours(model, network, row, Path(folder))
+                    measure_ours(model, network, row, Path(folder), short=short)
                 else:
-                    measure_theirs(model, network, row)
+                    measure_theirs(model, network, row, short=short)
             except Exception as error:  # other projects' code, which raises what it likes
                 row[f"{part}_error"] = f"{type(error).__name__}: {str(error)[:200]}"
     return row
@@ -184,7 +202,7 @@ def summary(rows: list[Row]) -> Row:
     """Return counts over networks, and means where both flows have a number."""
     both = [row for row in rows if "theirs_delegated" in row and "delegated" in row]
     compared = {"delegated": "theirs_delegated", "integer": "theirs_integer"}
-    accuracy = {"float_db": "theirs_db", "float_db4": "theirs_db4"}
+    accuracy = {"float_db": "theirs_db", "rounded_db": "theirs_db", "float_db4": "theirs_db4"}
     sites = [row for row in rows if max(row.get("weights_lsb", 9), row.get("activations_lsb", 9)) <= 1]
     found: Row = {
         "networks": len(rows),
@@ -196,6 +214,8 @@ def summary(rows: list[Row]) -> Row:
     }
     for ours, other in {**compared, **accuracy}.items():
         pairs = [(row[ours], row[other]) for row in both if ours in row and other in row]
+        if not pairs:
+            continue
         slack = 0.0 if ours in compared else 0.5
         found[f"{ours} at least theirs"] = sum(a >= b - slack for a, b in pairs)
         found[f"{ours}, mean of both"] = [round(mean(x), 3) for x in zip(*pairs, strict=True)]
@@ -206,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="networks, with commas between them")
     parser.add_argument("--out", type=Path, help="a file of one row a line, which is added to")
+    parser.add_argument("--short", action="store_true", help="leave out 4 bits, training and adaround")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -219,7 +240,7 @@ def main() -> None:
     for name, network in networks():
         if name in done or (chosen and name not in chosen):
             continue
-        rows.append(measure(name, network))
+        rows.append(measure(name, network, short=options.short))
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

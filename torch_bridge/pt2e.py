@@ -146,7 +146,9 @@ class ProgramBuilder:
                     if "multi_out" in str(node.target):
                         self._put_recurrent_layer(graph, node)
                     else:
-                        node.replace_all_uses_with(self._in_place_of(graph, node))
+                        made = self._in_place_of(graph, node)
+                        made.meta.setdefault("val", node.meta["val"])
+                        node.replace_all_uses_with(made)
                 graph.erase_node(node)
         self._set_edges(graph)
         _drop_copies(graph)
@@ -168,9 +170,9 @@ class ProgramBuilder:
             result = torch.export.export(module, tuple(given), dynamic_shapes=tuple(shapes), strict=False)
         for node in result.graph.nodes:
             node.meta.pop("stack_trace", None)  # it reveals this machine's paths
-        made = sum(node.target in _DEQUANTIZES for node in result.graph.nodes)
-        if made != len(self.order):
-            raise ExportError(f"torch kept {made} of the {len(self.order)} dequantize ops; export as ONNX instead")
+        kept = sum(node.target in _DEQUANTIZES for node in result.graph.nodes)
+        if kept != len(self.order):
+            raise ExportError(f"torch kept {kept} of the {len(self.order)} dequantize ops; export as ONNX instead")
         return result
 
     def _in_place_of(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -222,6 +224,7 @@ class ProgramBuilder:
             if place == 0:  # [T, N, directions * H] to [T, directions, N, H]
                 part = graph.call_function(_ATEN.unflatten.int, (part, -1, [len(weights), recurrent.shape[-1]]))
                 part = graph.call_function(_ATEN.permute.default, (part, [0, 2, 1, 3]))
+            part.meta.setdefault("val", user.meta["val"])
             user.replace_all_uses_with(part)
             graph.erase_node(user)
         for row in self.rows:
@@ -381,7 +384,8 @@ def _drop_copies(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in _COPIES:
             given: Any = node.args[0]
-            if given.meta.get("val") is None or given.meta["val"].dtype == node.meta["val"].dtype:
+            before, after = given.meta.get("val"), node.meta.get("val")  # a cast that was put here has none
+            if before is not None and after is not None and before.dtype == after.dtype:
                 node.replace_all_uses_with(given)
                 graph.erase_node(node)
 

@@ -106,7 +106,7 @@ class Gated(nn.Module):
         x = x + y.reshape(x.shape[0], -1)
         kept, normed = x, x.to(torch.float32)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + 1e-6)
-        gate, up = self.first(normed).chunk(2, dim=-1)
+        gate, up = self.first(normed.to(x.dtype)).chunk(2, dim=-1)
         left, right = torch.stack([gate.sigmoid() * up, gate], 1).unbind(1)
         low, high = self.second(left + right).split([3, 5], -1)
         return kept + torch.cat([high, low], -1)
@@ -128,6 +128,16 @@ def test_what_backends_trip_over_is_written_in_another_way(tmp_path: Path):
     assert [len(node.users) for node in made] == [1] * len(made)
     other = seeded(5, 8, seed=7), seeded(5, 2, 4, seed=8)
     torch.testing.assert_close(program.module()(*other), sim(*other))
+
+
+def test_a_cast_to_another_dtype_stays_behind_a_site(tmp_path: Path):
+    given = seeded(4, 8).half() * 300, seeded(4, 2, 4).half() * 300  # their squares are infinite in float16
+    sim = quantize(Gated().eval().half(), given, w8a8())
+    calibrate(sim, [given], progress=False)
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    program = torch.export.load(tmp_path / "m.pt2")
+    assert [node for node in program.graph.nodes if str(node.target) == "aten.to.dtype" and torch.float32 in node.args]
+    torch.testing.assert_close(program.module()(*given), sim(*given))
 
 
 def test_weights_are_integers_under_the_names_of_the_model_and_activations_are_int8(tmp_path: Path):
