@@ -5,7 +5,8 @@ its default level. `stock` is the faster of `onnxruntime.quantization.quantize_s
 the same float file, with and without its own preprocessing; `ours` is the twenty lines of the README (`w8a8`,
 `min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`, `vnni` that for such processors; `integer` is
 `to_integer(target="onnxruntime")` of ours. `--kinds dynamic` measures `dynamic_activations=True` for ONNX Runtime
-beside `quantize_dynamic` (`theirs`) instead, and `weights` weights alone. Times are ratios of the shortest of many
+beside `quantize_dynamic` (`theirs`) instead (`dynamic_per_tensor` with one scale for each weight, as theirs), and
+`weights` weights alone. Times are ratios of the shortest of many
 interleaved runs to the float file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names,
 `--batches 1 8` and `--threads 1 2` choose what is measured.
 """
@@ -16,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,12 @@ CONFIGS = {
     "vnni": qsdk.w8a8().for_dialect("onnxruntime", processor="vnni"),
 }
 DYNAMIC = "dynamic"  # beside `theirs`, of quantize_dynamic
+_DYNAMIC = qsdk.QuantConfig(dynamic_activations=True)
 ALL_CONFIGS = {
     **CONFIGS,
-    DYNAMIC: qsdk.QuantConfig(dynamic_activations=True).for_dialect("onnxruntime", processor="vnni"),
+    DYNAMIC: _DYNAMIC.for_dialect("onnxruntime", processor="vnni"),
+    # what a scale for each output channel costs: `theirs` has one for each weight
+    "dynamic_per_tensor": replace(_DYNAMIC, per_channel=False).for_dialect("onnxruntime", processor="vnni"),
     "weights": qsdk.weight_only("int8", compute="float32"),  # the noise of weights alone
 }
 
@@ -156,7 +161,8 @@ def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[st
     found["sqnr"] = {name: round(float(10 * np.log10(power / value)), 1) for name, value in noise.items()}
     stock = [found[name] for name in least if name.startswith("stock")]
     found |= {"ours_over_stock": round(found["ours"] / min(stock), 3)} if stock and "ours" in found else {}
-    found |= {"dynamic_over_theirs": round(found[DYNAMIC] / found["theirs"], 3)} if DYNAMIC in found else {}
+    dynamic = [name for name in found if name.startswith(DYNAMIC)]
+    found |= {f"{name}_over_theirs": round(found[name] / found["theirs"], 3) for name in dynamic}
     return found
 
 
@@ -206,22 +212,31 @@ def write_page(lines: Path) -> None:
     PAGE.write_text(before + START + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+Rows = list[dict[str, Any]]
+
+
+def run(
+    benchmark: str,
+    described: str | None,
+    defaults: dict[str, list[Any]],
+    row_of: Callable[[dict[str, Path], list[Feed], int], dict[str, Any]],
+    of_all: Callable[[Rows], object],
+    page: Callable[[Path], None],
+) -> None:
+    """Read the arguments, write the files of each network, print a row of each and what all of them say."""
+    parser = argparse.ArgumentParser(description=described)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--kinds", nargs="+", default=["stock", *CONFIGS, "integer"])
+    parser.add_argument("--batches", type=int, nargs="+", default=defaults["batches"])
+    parser.add_argument("--threads", type=int, nargs="+", default=defaults["threads"])
+    parser.add_argument("--kinds", nargs="+", default=defaults["kinds"])
     parser.add_argument("--keep", type=Path, help="a folder that keeps the files")
-    parser.add_argument(
-        "--page", type=Path, help="JSON lines of an earlier run, of which docs/results/deployed.md is made"
-    )
+    parser.add_argument("--page", type=Path, help="JSON lines of an earlier run, for docs/results/deployed.md")
     chosen = parser.parse_args()
     if chosen.page:
-        write_page(chosen.page)
+        page(chosen.page)
         return
     torch.set_num_threads(1)
-    rows = []
+    rows: Rows = []
     for name in chosen.names or NETWORKS:
         for size in chosen.batches:
             with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
@@ -230,10 +245,15 @@ def main() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 paths, feeds = written(NETWORKS[name], folder, size, chosen.kinds)
                 for threads in chosen.threads:
-                    row = {"benchmark": "deployed", "name": name, "kind": NETWORKS[name].kind, "batch": size}
-                    rows.append({**row, "threads": threads, **measured(paths, feeds, threads)})
+                    row = {"benchmark": benchmark, "name": name, "kind": NETWORKS[name].kind, "batch": size}
+                    rows.append({**row, "threads": threads, **row_of(paths, feeds, threads)})
                     print(json.dumps(rows[-1]), flush=True)
-    print(json.dumps({"benchmark": "deployed", "all": summary(rows)}))
+    print(json.dumps({"benchmark": benchmark, "all": of_all(rows)}))
+
+
+def main() -> None:
+    defaults = {"batches": [1, 8], "threads": [1, 2], "kinds": ["stock", *CONFIGS, "integer"]}
+    run("deployed", __doc__, defaults, measured, summary, write_page)
 
 
 if __name__ == "__main__":

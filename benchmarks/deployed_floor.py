@@ -7,18 +7,14 @@ stock file. `floor` is the least `layers` and the least `other` of any quantized
 these kernels and without a single pair. Where it is above the goal, the goal is missed by the kernels, not by the form.
 """
 
-import argparse
 import json
 import tempfile
-import warnings
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
-import torch
-from deployed import CONFIGS, SHORT, Feed, written
-from deployed_networks import NETWORKS
+from deployed import CONFIGS, SHORT, Feed, run
 
 RUNS = 40
 PARTS = ("layers", "other", "moves", "conversions")
@@ -59,9 +55,9 @@ def parts_of(path: Path, feed: Feed, threads: int) -> dict[str, float]:
     return {part: found[part] for part in PARTS}
 
 
-def row_of(paths: dict[str, Path], feed: Feed, threads: int) -> dict[str, object]:
+def row_of(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[str, object]:
     """Return the parts of each file over all kernels of the faster stock file, and the floor."""
-    parts = {name: parts_of(path, feed, threads) for name, path in paths.items()}
+    parts = {name: parts_of(path, feeds[0], threads) for name, path in paths.items()}
     totals = {name: sum(found.values()) for name, found in parts.items()}
     stock = min((name for name in totals if name.startswith("stock")), key=totals.__getitem__)
     whole = totals[stock]
@@ -104,26 +100,8 @@ def write_page(lines: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page", type=Path, help="JSON lines of an earlier run, for docs/results/deployed.md")
-    chosen = parser.parse_args()
-    if chosen.page:
-        write_page(chosen.page)
-        return
-    torch.set_num_threads(1)
-    rows = []
-    for name in chosen.names or NETWORKS:
-        for size in chosen.batches:
-            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                paths, feeds = written(NETWORKS[name], Path(folder), size, ["stock", *CONFIGS])
-                row = {"benchmark": "deployed_floor", "name": name, "batch": size, "threads": chosen.threads}
-                rows.append({**row, **row_of(paths, feeds[0], chosen.threads)})
-                print(json.dumps(rows[-1]), flush=True)
-    print(json.dumps({"benchmark": "deployed_floor", "all": summary(rows)}))
+    defaults = {"batches": [1], "threads": [1], "kinds": ["stock", *CONFIGS]}
+    run("deployed_floor", __doc__, defaults, row_of, summary, write_page)
 
 
 if __name__ == "__main__":
