@@ -1,7 +1,5 @@
 """A graph with Q/DQ pairs: who makes and reads which tensor, and the names that tables of runtimes have for readers."""
 
-from collections import Counter
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -92,26 +90,6 @@ class Readers(GraphIndex):
         axis, block = facts.get("axis", 1) % 2, facts.get("block_size", 0)
         per_tensor = len(self.stored[pair.input[1]].dims) == 0
         return per_tensor or (axis == 1 and not block) or (axis == 0 and block in _BLOCKS)
-
-    def keeps_nbits(self, layer: NodeProto) -> bool:
-        """Return True if `becomes_nbits` holds in every model.
-
-        The runtime stores equal scalars once, and a layer whose one scale something else reads too stays as it is.
-        """
-        pair = self.makers.get(layer.input[1])
-        if pair is None or not self.becomes_nbits(layer):
-            return False
-        scale = self.stored[pair.input[1]]
-        return bool(scale.dims) or self._scalars[array(scale).tobytes()] == 1
-
-    @cached_property
-    def _scalars(self) -> Counter[bytes]:
-        """Return how many nodes read each stored float32 scalar."""
-        scalars = [(name, t) for name, t in self.stored.items() if not t.dims and t.data_type == TensorProto.FLOAT]
-        counts = Counter[bytes]()
-        for name, tensor in scalars:
-            counts[array(tensor).tobytes()] += len(self.readers.get(name, ()))
-        return counts
 
     def weight(self, name: str) -> str:
         """Return the type that the second operand of a layer is stored in; "" for an activation."""

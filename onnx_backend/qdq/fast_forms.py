@@ -6,7 +6,10 @@ Each computes the same numbers; measured on onnxruntime 1.32:
   place of the others it is one kernel (DynamicQuantizeMatMul). Sums in float32 are rounded, those of integers are not.
 - A DequantizeLinear of a stored weight that no kernel reads on codes runs in every run; Cast and Mul of the same codes
   are folded to floats once, when the session is opened (an LSTM of 128 to 256 took 1.3 times float).
-- So does that of a table of 30,000 words; a Gather of codes and a DequantizeLinear behind reads only some rows.
+- So does that of a table of 30,000 words; a Gather of codes and a DequantizeLinear behind reads only some rows. Where
+  a layer whose weight alone is quantized reads these, a Sum stands between: behind a DequantizeLinear it has no kernel.
+- Nor has it one if its weight has one scale that something else reads too, as a table that is looked up does; with
+  that scale for each channel it has.
 - 1 over a square root is a Div in the norms that the runtime has a kernel for, not the Reciprocal that torch writes.
 - Zeros around the input of a convolution, with a pair of the encoding in front, are the convolution's own zeros: 0 has
   a code.
@@ -20,7 +23,9 @@ Each computes the same numbers; measured on onnxruntime 1.32:
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -53,6 +58,8 @@ from qsdk.core.graph.op_facts import LINEAR
 FORM_KEY = "qsdk.stands_for"  # metadata of the last node of a form: the nodes that it stands for, serialized
 _PART_KEY = "qsdk.part_of"  # metadata of its other nodes: what the last one makes
 _NOTES = {FORM_KEY, _PART_KEY}
+_SPREAD = ("channel_scales", "channel_zero_points")
+_NUMBERS = ("/shape", "/one", *(f"/{end}" for end in _SPREAD))  # ends of the names of numbers that forms store
 _BYTES = (TensorProto.INT8, TensorProto.UINT8)
 _FOLDED = (*_BYTES, TensorProto.INT4, TensorProto.UINT4)
 _LOOKED_UP = (*_BYTES, TensorProto.INT16, TensorProto.UINT16)
@@ -73,6 +80,8 @@ def write_fast_forms(model: ModelProto) -> None:
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and writer.is_folded(node):
             writer.fold(node)
+        elif node.op_type == "DequantizeLinear" and writer.shares_scale(node):
+            writer.spread(node)
         elif node.op_type in ("MatMul", "Gemm") and writer.is_dynamic(node):
             writer.multiply(node)
         elif node.op_type in LINEAR and writer.is_behind_pair(node):
@@ -159,7 +168,7 @@ def _in_order(nodes: Iterable[NodeProto], behind: dict[str, list[NodeProto]]) ->
 def _forms_of(model: ModelProto) -> dict[str, bytes]:
     """Return the nodes of forms by their first result, and the numbers that they alone read."""
     noted = [node for node in model.graph.node if _NOTES & metadata(node).keys()]
-    read = {name for node in noted for name in node.input if name.endswith(("/shape", "/one"))}
+    read = {name for node in noted for name in node.input if name.endswith(_NUMBERS)}
     own = {t.name: array(t).tobytes() for t in model.graph.initializer if t.name in read}
     return {node.output[0]: node.SerializeToString(deterministic=True) for node in noted} | own
 
@@ -214,6 +223,37 @@ class _Writer(Readers):
         else:
             node = helper.make_node("Mul", scaled, [last], pair.name)
         self._last(node, [pair])
+
+    def shares_scale(self, pair: NodeProto) -> bool:
+        """Return True for a weight of MatMulNBits with one scale that something else reads too, or an equal one.
+
+        The runtime stores equal scalars once, and leaves a layer as it is whose scale has other readers.
+        """
+        scale = self.stored.get(pair.input[1])
+        if pair.input[0] not in self.stored or scale is None or scale.dims or self._scalars[array(scale).tobytes()] < 2:
+            return False
+        layers = self.readers.get(pair.output[0], [])
+        return any(pair.output[0] in layer.input[1:2] and self.becomes_nbits(layer) for layer in layers)
+
+    def spread(self, pair: NodeProto) -> None:
+        """Write the one scale of a weight, and its zero point, once for each output channel."""
+        channels, last = self.stored[pair.input[0]].dims[1], pair.output[0]
+        spread = [
+            self._store_once(f"{last}/{end}", np.full(channels, array(self.stored[name])))
+            for name, end in zip(pair.input[1:], _SPREAD, strict=False)
+        ]
+        node = _changed(pair, [pair.input[0], *spread])
+        set_attributes(node, {"axis": 1})
+        self._last(node, [*self._read_by([pair])])
+
+    @cached_property
+    def _scalars(self) -> Counter[bytes]:
+        """Return how many nodes read each stored float32 scalar."""
+        counts = Counter[bytes]()
+        for name, tensor in self.stored.items():
+            if not tensor.dims and tensor.data_type == TensorProto.FLOAT:
+                counts[array(tensor).tobytes()] += len(self.readers.get(name, ()))
+        return counts
 
     def is_in_norm(self, reciprocal: NodeProto) -> bool:
         """Return True for 1 over the root of a sum with a stored float32."""
@@ -380,8 +420,20 @@ class _Writer(Readers):
         codes = self._part(last, "Gather", [table.input[0], gather.input[1]])
         facts = attributes(table)
         facts |= {"axis": facts["axis"] % rank - rank} if "axis" in facts else {}
-        rows = helper.make_node("DequantizeLinear", [codes, *table.input[1:]], [last], gather.name, **facts)
+        operands = [codes, *table.input[1:]]
+        if any(self.becomes_nbits(reader) for reader in self._behind(last)):  # not if it reads a DequantizeLinear
+            apart = self._part(last, "DequantizeLinear", operands, **facts)
+            rows = helper.make_node("Sum", [apart], [last], gather.name)
+        else:
+            rows = helper.make_node("DequantizeLinear", operands, [last], gather.name, **facts)
         self._last(rows, [table, gather])
+
+    def _behind(self, tensor: str) -> Iterator[NodeProto]:
+        """Yield the readers of a tensor, and of what only gives it another shape."""
+        for reader in self.readers.get(tensor, []):
+            yield reader
+            if reader.op_type == "Reshape":
+                yield from self._behind(reader.output[0])
 
     def zeros_before(self, conv: NodeProto) -> list[NodeProto]:
         """Return the pair, the Pad and its pair before a convolution that can put the zeros itself; else nothing."""

@@ -84,7 +84,7 @@ def leave_inputs_to_kernels(model: ModelProto) -> None:
     known = Readers(model.graph)
     for node in [node for node in model.graph.node if node.op_type in _LAYERS and node.input[0] in raw]:
         rounded, node.input[0] = node.input[0], raw[node.input[0]]
-        if not known.keeps_nbits(node):
+        if not known.becomes_nbits(node):
             node.input[0] = rounded
     _drop_unread(model)
 

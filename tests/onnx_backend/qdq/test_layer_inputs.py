@@ -253,8 +253,8 @@ def test_an_output_layer_that_is_an_embedding_rounds_its_input_and_the_look_up_d
     blocks = {site: d.input_block for site, d in sim.plan.decisions.items() if d.kind == "weight" and d.quantized}
     assert blocks == {"table:weight": None, "head:weight": block}
     qsdk.export(sim, tmp_path / "m.onnx")
-    # the one scale of a table is stored once, and with two readers the runtime leaves the layer as it is
-    assert ops_that_run(tmp_path / "m.onnx", tmp_path).count("MatMulNBits") == (1 if table else 0)
+    ops = ops_that_run(tmp_path / "m.onnx", tmp_path)
+    assert (ops.count("MatMulNBits"), ops.count("MatMul")) == (1, 0)
     opened = session(str(tmp_path / "m.onnx"))
     with torch.no_grad():
         wanted, rows = sim(ids).numpy(), torch.tanh(sim.model.table(ids))
@@ -265,6 +265,69 @@ def test_an_output_layer_that_is_an_embedding_rounds_its_input_and_the_look_up_d
     again = qsdk.quantize(tmp_path / "m.onnx", None)
     np.testing.assert_allclose(again.run(ids.numpy())[0], wanted, atol=1e-5 * np.abs(wanted).max())
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", [ids], progress=False).summary["passed"]
+
+
+class Looked(nn.Module):
+    """A Linear that reads an embedding, straight or in another shape, and an output layer with the table as weight."""
+
+    def __init__(self, reshaped):
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(40, 32), nn.Linear(32, 32), nn.Linear(32, 40, bias=False)
+        self.head.weight, self.reshaped = self.table.weight, reshaped
+
+    def forward(self, ids):
+        rows = self.table(ids)
+        return self.head(torch.relu(self.inner(rows.reshape(-1, 32) if self.reshaped else rows)))
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("reshaped", [False, True])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("compute", ["int8", "float32"])
+def test_no_table_is_dequantized_whole_for_the_layers_that_read_and_share_it(
+    reshaped, bits, symmetric, compute, tmp_path
+):
+    """A layer behind a DequantizeLinear has no kernel, nor one whose scale is that of a look-up too."""
+    torch.manual_seed(2)
+    ids = torch.randint(40, (3, 7))
+    config = weight_only(bits, block_size=16 if bits == "int4" else None, compute=compute)
+    config = config if symmetric else replace(config, symmetric_weights=False)
+    sim = qsdk.quantize(Looked(reshaped).eval(), ids, config)
+    qsdk.calibrate(sim, [ids], progress=False)
+    path = tmp_path / "m.onnx"
+    qsdk.export(sim, path)
+    ops = ops_that_run(path, tmp_path)
+    assert (ops.count("MatMulNBits"), ops.count("MatMul"), ops.count("DequantizeLinear")) == (2, 0, 1)
+    opened = qsdk.session(path)
+    with torch.no_grad():
+        wanted = sim(ids).numpy()
+    got = opened.run(None, {opened.get_inputs()[0].name: ids.numpy()})[0]
+    apart = np.abs(got - wanted) / np.abs(wanted).max()
+    if compute == "float32":
+        assert apart.max() < 1e-5
+    else:  # a code in thousands is its neighbour, which moves one row of scores
+        assert apart.max() < 1.0 / 127
+        assert (apart.reshape(-1, apart.shape[-1]).max(1) > 1e-5).mean() < 0.2
+    assert qsdk.check_parity(sim, path, [ids], progress=False).summary["passed"]
+    again = qsdk.quantize(path)
+    assert set(again.encodings) == set(sim.encodings)
+    qsdk.export(again, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
+
+
+def test_a_scale_for_each_channel_that_is_not_the_one_of_the_weight_is_refused(tmp_path):
+    ids = torch.randint(40, (3, 7))
+    sim = qsdk.quantize(Looked(False).eval(), ids, weight_only("int8", compute="int8"))
+    qsdk.calibrate(sim, [ids], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    model = onnx.load(tmp_path / "m.onnx")
+    (spread,) = [t for t in model.graph.initializer if t.name.endswith("/channel_scales")]
+    values = numpy_helper.to_array(spread).copy()
+    values[3] *= 2
+    spread.CopyFrom(numpy_helper.from_array(values, spread.name))
+    with pytest.raises(qsdk.QsdkError, match="it was changed"):
+        qsdk.quantize(model)
 
 
 def test_the_dialect_genai_puts_a_table_that_is_an_output_layer_in_that_layers_blocks():
