@@ -16,7 +16,12 @@ from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import PAST, STEP, TOTAL
 
 #: Operators that ONNX defines by others, and whose shapes it then does not infer.
-_LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNormalization")
+_LIKE_THEIR_INPUT = (
+    "GroupNormalization",
+    "MeanVarianceNormalization",
+    "RMSNormalization",
+    "SimplifiedLayerNormalization",
+)
 
 
 def sizes_by_input(model: ModelProto, shapes: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int | None]]:

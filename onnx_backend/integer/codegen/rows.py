@@ -32,7 +32,8 @@ def share_codes(b: Builder, op: Requantization, rows: Shares) -> bool:
     if rows.axis != -1 or np.isfinite(op.value.lo) or np.isfinite(op.value.hi):
         return False
     n = next(n for n in range(31, 0, -1) if (steps + zero + 1) * 2**n < 1 << 32)
-    narrow = _in_32_bits(rows, float(steps), n)
+    cut = _in_32_bits(rows, float(steps), n, cut=True)
+    narrow = cut or _in_32_bits(rows, float(steps), n, cut=False)
     n = n if narrow else _ROOM - (math.ceil(steps) + zero + 1).bit_length()
     if not narrow and n < _LEAST:
         return False
@@ -44,9 +45,9 @@ def share_codes(b: Builder, op: Requantization, rows: Shares) -> bool:
     flat = b.node("Reshape", [rows.index, b.constant([-1], np.int64)])
     table = (rows.table + (1 << drop >> 1)) >> drop
     powers = b.node("GatherElements", [b.constant(table, kind, "table"), flat], axis=0)
-    powers = b.node("Reshape", [powers, b.node("Shape", [rows.index])])
+    powers = b.node("Reshape", [powers, b.shape_of(rows.index, op.result)])
     sums = b.node("MatMul", [powers, b.constant(np.ones((rows.length, 1)), kind)])
-    if narrow:
+    if narrow and not cut:
         wide = b.cast(sums, _UINT64)
         half = _shifted(b, wide, b.constant(1, np.uint64))
         factor = b.node("Div", [b.node("Add", [b.constant(whole, np.uint64), half]), wide])
@@ -67,14 +68,14 @@ def share_codes(b: Builder, op: Requantization, rows: Shares) -> bool:
     return True
 
 
-def _in_32_bits(rows: Shares, steps: float, n: int) -> tuple[int, float] | None:
+def _in_32_bits(rows: Shares, steps: float, n: int, *, cut: bool) -> tuple[int, float] | None:
     """Return the bits of exponentials whose products with `steps * 2**n` over their sum fit in 32, and the error.
 
     An exponential that is rounded moves its share by half a unit, and with those of the row that by as much times its
-    length; the quotient is rounded too.
+    length; the quotient is rounded too, or cut off.
     """
     errors = {
-        bits: steps * (rows.error + (1 + rows.length) * 0.5 * 2.0**-bits) + 2.0 ** (bits - n - 1) + 2.0**-n
+        bits: steps * (rows.error + (1 + rows.length) * 0.5 * 2.0**-bits) + 2.0 ** (bits - n - 1 + cut) + 2.0**-n
         for bits in _EXPONENTS
         if rows.length << bits < 1 << 32
     }
@@ -129,6 +130,8 @@ def norm_codes(b: Builder, op: Requantization, norm: Norm) -> bool:
     if plan is None:
         return False
     u = b.cast(norm.codes, _UINT32)
+    if norm.zero:
+        u = b.node("Sub", [u, b.constant(norm.zero, np.uint32)])
     factor, less = _row_factors(b, norm, u, plan)
     value = b.node("Add", [b.node("Mul", [u, factor]), less])
     value = b.node("BitShift", [value, b.constant(plan.drop, np.uint32)], direction="RIGHT")
@@ -152,19 +155,19 @@ def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int], way
         bounds: smallest and largest code.
         way: how the numbers of a row are computed.
     """
-    least = math.frexp(norm.count - 1 + norm.epsilon)[1] - 1
+    lowest, highest, reach, spread = _extremes(norm)
+    least = math.frexp(lowest + norm.epsilon)[1] - 1
     finer = max(0, _LEAST_VARIANCE - least)
     finer += finer % 2
     epsilon = round(math.ldexp(norm.epsilon, finer))
-    most = (norm.count**2 * norm.hi**2 // 4 << finer) + epsilon
+    most = (highest << finer) + epsilon
     if most.bit_length() > _ROOM:
         return None
-    relative = _OFF_ROOT + 0.25 / (epsilon + ((norm.count - 1) << finer))
-    reach = math.sqrt(norm.count - 1)  # no normalized value is larger
-    # of the numbers of a row the error is one unit, or half of it; a code is multiplied with it, or `count` codes
-    off = norm.hi + 2.0 if way == _WIDE else norm.count * norm.hi * (1.0 if way == _CUT else 0.5)
+    relative = _OFF_ROOT + 0.25 / (epsilon + (lowest << finer))
+    # of the numbers of a row the error is one unit, or half of it
+    off = norm.hi + 2.0 if way == _WIDE else spread * (1.0 if way == _CUT else 0.5)
     unit = math.floor(math.log2((2.0**31 - 2.0 * off - 2.0**12) / (reach * (1.0 + 2.0 * relative))))
-    first = (math.frexp(float(epsilon + (norm.count - 1 << finer)))[1] - 1 - _PLACES) // 2
+    first = (math.frexp(float(epsilon + (lowest << finer)))[1] - 1 - _PLACES) // 2
     turns = max(0, (most.bit_length() - _PLACES - 1) // 2 - first)
     downs = np.arange(turns + 1) + (_ROOT + first - unit - finer // 2)
     if downs[0] < 0:
@@ -196,19 +199,18 @@ def _plan(norm: Norm, gain: Array, constant: Array, bounds: tuple[int, int], way
     return _Plan(epsilon, finer, downs, first, way, unit, offset, drop, shift, wrapped[0], wrapped[1], lift, error)
 
 
+def _extremes(norm: Norm) -> tuple[int, int, float, int]:
+    """Return the least variance but 0 and the largest, and the largest value: over the root, and as it is."""
+    if norm.zero is None:
+        return norm.count - 1, norm.count**2 * norm.hi**2 // 4, math.sqrt(norm.count - 1), norm.count * norm.hi
+    most = max(norm.zero, norm.hi - norm.zero)
+    return 1, norm.count * most**2, 1.0, most
+
+
 def _row_factors(b: Builder, norm: Norm, u: str, plan: _Plan) -> tuple[str, str]:
     """Write the numbers of a row: the factor of its codes, and what is added to the products, modulo 2**32."""
-    count, wide = norm.count, norm.count**2 * norm.hi**2 // 4 >= 1 << 32
-    downs = plan.downs
-    sums = b.node("MatMul", [u, b.constant(np.ones((count, 1)), np.uint32)])
-    # below 2**32 the variance is right though what it is the difference of may not fit
-    column = b.constant(np.full((count, 1), 1 if wide else count), np.uint32)
-    power, mean = b.node("MatMul", [b.node("Mul", [u, u]), column]), sums
-    if wide:
-        power = b.node("Mul", [b.cast(power, _INT64), b.constant(count, np.int64)])
-        mean = b.cast(sums, _INT64)
-    variance = b.node("Sub", [power, b.node("Mul", [mean, mean])])
-    variance = variance if wide else b.cast(variance, _INT64)
+    count, downs = norm.count, plan.downs
+    sums, variance = _variance(b, norm, u)
     if plan.finer:
         variance = b.node("Mul", [variance, b.constant(1 << plan.finer, np.int64)])
     variance = b.node("Add", [variance, b.constant(plan.epsilon, np.int64)])
@@ -231,8 +233,26 @@ def _row_factors(b: Builder, norm: Norm, u: str, plan: _Plan) -> tuple[str, str]
         halves = np.where(downs > 0, 1 << np.maximum(downs - 1, 0), 0)
         root = b.node("Add", [root, b.node("Gather", [b.constant(halves, np.uint32), turns])])
     root = _shifted(b, root, b.node("Gather", [b.constant(downs, np.uint32), turns]))
+    if norm.zero is not None:
+        return root, b.constant(plan.offset, np.uint32)
     less = b.node("Sub", [b.constant(plan.offset, np.uint32), b.node("Mul", [sums, root])])
     return b.node("Mul", [root, b.constant(count, np.uint32)]), less
+
+
+def _variance(b: Builder, norm: Norm, u: str) -> tuple[str, str]:
+    """Write the sum of a row, empty where none is subtracted, and its variance as int64, in units of `Norm.epsilon`."""
+    count, wide = norm.count, _extremes(norm)[1] >= 1 << 32
+    # below 2**32 the variance is right though what it is the difference of may not fit
+    column = b.constant(np.full((count, 1), 1 if wide or norm.zero is not None else count), np.uint32)
+    power = b.node("MatMul", [b.node("Mul", [u, u]), column])
+    if norm.zero is not None:
+        return "", b.cast(power, _INT64)
+    mean = sums = b.node("MatMul", [u, b.constant(np.ones((count, 1)), np.uint32)])
+    if wide:
+        power = b.node("Mul", [b.cast(power, _INT64), b.constant(count, np.int64)])
+        mean = b.cast(sums, _INT64)
+    variance = b.node("Sub", [power, b.node("Mul", [mean, mean])])
+    return sums, variance if wide else b.cast(variance, _INT64)
 
 
 def _shifted(b: Builder, name: str, by: str, direction: str = "RIGHT") -> str:

@@ -177,8 +177,12 @@ def _gemm(
         _bounded(b, op, "QGemm", tensors, domain=CONTRIB)
         return
     flat = b.node("QGemm", tensors, domain=CONTRIB)
-    leading = b.node("Slice", [b.node("Shape", [maker.codes]), *(b.constant([v], np.int64) for v in (0, -1))])
-    shape = b.node("Concat", [leading, b.constant([width], np.int64)], axis=0)
+    sizes = b.code_shapes.get(maker.codes, (None, None))
+    if sum(size is None for size in sizes[:-1]) < 2 and 0 not in sizes:
+        shape = b.constant64([*(-1 if size is None else size for size in sizes[:-1]), width])
+    else:
+        leading = b.node("Slice", [b.node("Shape", [maker.codes]), *(b.constant64([v]) for v in (0, -1))])
+        shape = b.node("Concat", [leading, b.constant64([width])], axis=0)
     _bounded(b, op, "Reshape", [flat, shape])
 
 

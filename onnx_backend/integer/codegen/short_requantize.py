@@ -75,7 +75,7 @@ def _as_convolution(b: Builder, op: Requantization) -> bool:
     attrs = {"group": channels, "channels_last": 1, "kernel_shape": spatial}
     steps = [("QLinearConv", inputs, {"domain": CONTRIB, **attrs})]
     if not as_it_is:
-        steps.append(("Reshape", [b.node("Shape", [term.name])], {"allowzero": 1}))
+        steps.append(("Reshape", [b.shape_of(term.name)], {"allowzero": 1}))
     if op.bounds != (0, 255):
         steps.append(("Clip", [b.constant(bound, np.uint8) for bound in op.bounds], {}))
     _write_chain(b, op.result, steps)

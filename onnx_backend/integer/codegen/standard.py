@@ -90,7 +90,7 @@ def look_up(b: Builder, op: Table) -> None:
     found = b.node("GatherElements", [table, flat], axis=1)
     if op.encoding.wide:
         found = b.cast(found, TensorProto.INT32)
-    b.write("Reshape", [found, b.node("Shape", [op.codes])], op.result, allowzero=1)
+    b.write("Reshape", [found, b.shape_of(op.codes, op.result)], op.result, allowzero=1)
 
 
 def _rows(b: Builder, op: Table) -> int:

@@ -21,10 +21,12 @@ from onnx_backend.proto.weightless import declared_types
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.attention import LARGEST_GUARD, LOG_SHARES, SHARES
 from qsdk.core.patterns.match import PatternMatcher
-from qsdk.core.patterns.norms import STANDARDIZED
+from qsdk.core.patterns.norms import STANDARDIZED, UNCENTRED
 from qsdk.core.patterns.supergroup import Supergroup
 
 _FIRST_OPSET = 17  # of LayerNormalization
+#: ONNX Runtime has it in every opset, the standard has RMSNormalization from 23 on.
+_ROOT_MEAN_SQUARE = "SimplifiedLayerNormalization"
 #: Operators of which one occurs in every form that is looked for.
 PARTS = ("Exp", "Pow", "Sqrt")
 
@@ -32,7 +34,9 @@ PARTS = ("Exp", "Pow", "Sqrt")
 def standardized(
     model: ModelProto, shaped: ModelProto, taken: set[str], stays: Callable[[NodeProto], bool]
 ) -> dict[str, Writer]:
-    """Find quotients `(x - mean) / sqrt(variance + epsilon)` and `exp(x) / sum(exp(x))`, along axes of known sizes.
+    """Find quotients by the root of a variance or of a mean of squares, and by a sum of exponentials.
+
+    They run along axes of known sizes.
 
     Args:
         model: a Q/DQ model without functions.
@@ -57,11 +61,12 @@ def standardized(
                 written = None if any(stays(member) for member in inside) else write(graph, group, node, taken)
                 if written is not None:
                     found[node.output[0]] = written
+                    break  # a variance is a mean of squares as well, of what is centred
     return found
 
 
 def _norm(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) -> Writer | None:
-    """Write the LayerNormalization, between Transposes where the axes are not the last ones; None if sizes are open."""
+    """Write the norm, between Transposes where the axes are not the last ones; None if sizes are open."""
     source, axes = graph.tensors[group.tensors["x"]], group.facts["axes"]
     shape = () if source.shape is None else source.shape
     sizes = [shape[axis] for axis in axes if shape]
@@ -74,7 +79,8 @@ def _norm(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) -> 
     if moves:
         name = writer.add("Transpose", [name], perm=order)
     facts = {"axis": -len(axes), "epsilon": _smallest_number(graph, group, 0.1)}
-    name = writer.add("LayerNormalization", [name, writer.ones(known)], name=node.name, **facts)
+    kind = _ROOT_MEAN_SQUARE if group.name == UNCENTRED.name else "LayerNormalization"
+    name = writer.add(kind, [name, writer.ones(known)], name=node.name, **facts)
     if moves:
         name = writer.add("Transpose", [name], perm=np.argsort(order).tolist())
     return writer.end(name)
@@ -97,7 +103,7 @@ def _smallest_number(graph: Graph, group: Supergroup, most: float) -> float:
     return max((number for number in numbers if number is not None and 0.0 <= number <= most), default=0.0)
 
 
-_FORMS = ((STANDARDIZED, _norm), (SHARES, _softmax), (LOG_SHARES, _softmax))
+_FORMS = ((STANDARDIZED, _norm), (UNCENTRED, _norm), (SHARES, _softmax), (LOG_SHARES, _softmax))
 
 
 #: Op type of a norm -> its power.

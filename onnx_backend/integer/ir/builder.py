@@ -125,6 +125,13 @@ class Builder:
         """Append a right shift of a tensor of an unsigned type, the only one that ONNX has."""
         return self.node("BitShift", [unsigned, self.constant(by, kind)], direction="RIGHT")
 
+    def shape_of(self, *codes: str) -> str:
+        """Return the name of the shape of codes: a stored one where at most one size is open, else of the first."""
+        known = next((self.code_shapes[name] for name in codes if name in self.code_shapes), (None, None))
+        if sum(size is None for size in known) > 1 or 0 in known:
+            return self.node("Shape", [codes[0]])
+        return self.constant64([-1 if size is None else size for size in known])
+
     def cast(self, tensor: str, to: int, *, name: str | None = None) -> str:
         """Append a Cast."""
         return self.node("Cast", [tensor], name=name, to=to)

@@ -115,7 +115,8 @@ class LoweringContext(Builder):
         types: ONNX dtypes of the Q/DQ model's tensors.
         edges: `float` or `integer`.
         opset: the default-domain opset of the Q/DQ model.
-        composes: True if a function of a table may be written as one table of that table's input.
+        composes: True if a function of a table may be written as one table of that table's input; False where the
+            kernels of a runtime are written.
         reach: a tensor of the Q/DQ model -> numbers that its values are not below and not above, as the planner judges.
         inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
         sites: the codes of every QuantizeLinear's output (filled on the way).

@@ -126,9 +126,12 @@ class Norm:
     codes: str  # the uint8 tensor
     hi: int  # the largest code
     count: int  # of the codes of a row
-    epsilon: float  # what is added to `count * (sum of squares of codes) - (sum of codes)**2`
-    scale: float  # of the accumulators
+    # what is added to `count * (sum of squares of codes) - (sum of codes)**2`; with a zero to the sum of squares alone
+    epsilon: float
+    # of the accumulators: (count * code - sum) over the root of that, with a zero (code - zero)
+    scale: float
     result: str  # name of the accumulators
+    zero: int | None = None  # from which codes are measured; None: from the mean of their row
 
 
 @dataclass(frozen=True)

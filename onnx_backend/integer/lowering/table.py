@@ -131,6 +131,7 @@ LOWERINGS: Mapping[str, Forms] = MappingProxyType(
         "Pow": Forms(short.power, wide.wide_pow),
         "QuantizeLinear": Forms(quantize),
         "RMSNormalization": Forms(wide=partial(norms.last_axes_normalization, centred=False)),
+        "SimplifiedLayerNormalization": Forms(wide=partial(norms.last_axes_normalization, centred=False)),
         "ReduceMean": Forms(partial(reduction, mean=True), partial(wide.wide_reduction, mean=True)),
         "ReduceSum": Forms(reduction, wide.wide_reduction),
         "Relu": Forms(

@@ -240,5 +240,7 @@ def _rms_norm() -> Pattern:
 
 #: `(x - mean) / sqrt(variance + epsilon)` alone, without a gain or a bias.
 STANDARDIZED = Pattern("standardized", _Spelling(_variance("x")).normed(_centred("x")))
+#: `x / sqrt(mean of x**2 + epsilon)` alone.
+UNCENTRED = Pattern("uncentred", _Spelling(_spread(InputTensor("x"))).normed("x"))
 
 NORMS = (_group_norm(), _layer_norm(), _rms_norm())

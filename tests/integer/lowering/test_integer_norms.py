@@ -10,6 +10,7 @@ from integer_norms import extremes, normed
 from onnx import TensorProto, shape_inference
 
 from onnx_backend.integer.convert import convert
+from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.reference.run import run_reference
 from qsdk import IntegerError
@@ -80,6 +81,45 @@ def test_a_norm_of_codes_in_32_bits_is_as_near_as_its_row_says(length, step, sca
     exact = exact / np.float64(np.float32(step)) + 100
     found = run(result.model, {"x": reals.astype(np.float32)})["y"] / np.float64(np.float32(step)) + 100
     assert np.abs(found - exact.clip(0, 255)).max() <= 0.5 + row["error_bound"] + 1e-4
+
+
+@pytest.mark.parametrize("zero", [0, 117, 255])
+@pytest.mark.parametrize(("length", "step", "scale"), [(2, 0.008, 0.05), (48, 0.031, 0.004), (1000, 0.11, 1.3)])
+def test_a_root_mean_square_of_codes_in_32_bits_is_as_near_as_its_row_says(length, step, scale, zero):
+    codes = extremes(zero, length)
+    net, rng = Net(), np.random.default_rng(5)
+    x = net.qdq(net.input([len(codes), length]), scale, zero)
+    gain, epsilon = rng.uniform(-2, 2, length).astype(np.float32), np.float32(1e-5)
+    mean = net.op("ReduceMean", net.op("Pow", x, net.const(np.float32(2))), net.const(np.array([-1], np.int64)))
+    root = net.op("Sqrt", net.op("Add", mean, net.const(epsilon)))
+    y = net.op("Mul", net.const(gain), net.op("Mul", x, net.op("Reciprocal", root)))
+    net.output(net.qdq(y, step, 100), [len(codes), length])
+    model = prepare(net.model())
+    result = convert(model, target="onnxruntime")
+    (row,) = result.certificate["requantizations"]
+    assert row["form"] == "norm of rows"
+    assert 0 < row["error_bound"] <= 1 / 16
+    reals = (codes - zero) * np.float64(np.float32(scale))
+    size = np.sqrt(np.mean(reals**2, -1, keepdims=True) + np.float64(epsilon))
+    exact = reals / size * gain.astype(np.float64) / np.float64(np.float32(step)) + 100
+    found = run(result.model, {"x": reals.astype(np.float32)})["y"] / np.float64(np.float32(step)) + 100
+    assert np.abs(found - exact.clip(0, 255)).max() <= 0.5 + row["error_bound"] + 1e-4
+    compare(model, {"x": reals.astype(np.float32)}, tolerance=0.01)  # and in fixed point, by the standard
+
+
+@pytest.mark.parametrize("length", [40, 384, 768, 4096])
+def test_norms_of_any_length_take_the_numbers_of_their_rows_as_fine_as_they_need(length):
+    codes = extremes(117, length)
+    net = Net()
+    x = net.qdq(net.input([len(codes), length]), 0.05, 117)
+    net.output(net.qdq(net.op("LayerNormalization", x, net.const(np.ones(length, np.float32))), 0.04, 128), codes.shape)
+    result = convert(net.model(), target="onnxruntime")
+    (row,) = result.certificate["requantizations"]
+    assert row["form"] == "norm of rows"
+    exact = normed((codes - 117) * np.float64(np.float32(0.05)), -1, np.float32(1e-5)) / np.float64(np.float32(0.04))
+    found = run(result.model, {"x": ((codes - 117) * np.float32(0.05)).astype(np.float32)})["y"]
+    off = np.abs(found / np.float64(np.float32(0.04)) - exact.clip(-128, 127))
+    assert off.max() <= 0.5 + row["error_bound"] + 1e-4
 
 
 def test_a_norm_that_32_bits_are_too_few_for_keeps_64():

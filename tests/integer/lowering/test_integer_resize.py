@@ -171,6 +171,45 @@ def test_wide_axes_are_gathered_and_narrow_ones_multiplied():
     assert ops[1].count("MatMulInteger") == 0
 
 
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("sizes", [[12, 10], [24, 20], [48, 40], [6, 10], [5, 5]])
+@pytest.mark.parametrize("dtype", [UINT8, INT8])
+def test_a_kernel_interpolates_along_all_axes_at_once(transformation, sizes, dtype):
+    """Eight times the size has weights beyond 8 bits, which two products of the same codes share."""
+    zero = {UINT8: 119, INT8: -9}[dtype]
+    model = network(
+        ["n", 3, 6, 5],
+        sizes=sizes,
+        axes=[2, 3],
+        encoding=(0.031, zero, dtype),
+        out=(0.0213, zero + 3, dtype),
+        mode="linear",
+        coordinate_transformation_mode=transformation,
+    )
+    result, feeds = convert(model, target="onnxruntime"), {"x": noise((2, 3, 6, 5), 1.0)}
+    (wanted,) = simulate(model, feeds).values()
+    (found,) = run(result.model, feeds).values()
+    steps = np.abs(np.rint((found - wanted) / np.float32(0.0213)))
+    assert wanted.shape == (2, 3, *sizes)
+    assert steps.max() <= 1
+    assert (steps > 0).mean() < 0.02
+    if transformation != "align_corners":
+        assert [row["form"] for row in result.certificate["requantizations"]] == ["QLinearMatMul"]
+
+
+def test_an_interpolation_that_no_quantizer_reads_is_added_to():
+    net = Net()
+    x, z = (net.qdq(net.input([2, 3, *size], name), 0.031, 119) for name, size in (("x", (4, 4)), ("z", (8, 8))))
+    scales = net.const(np.array([1, 1, 2, 2], np.float32))
+    net.output(net.qdq(net.op("Add", net.op("Resize", x, "", scales, mode="linear"), z), 0.05, 120), [2, 3, 8, 8])
+    model, feeds = net.model(), {"x": noise((2, 3, 4, 4)), "z": noise((2, 3, 8, 8), seed=1)}
+    (wanted,) = simulate(model, feeds).values()
+    (found,) = run(convert(model, target="onnxruntime").model, feeds).values()
+    steps = np.abs(np.rint((found - wanted) / np.float32(0.05)))
+    assert steps.max() <= 1
+    assert (steps > 0).mean() < 0.02
+
+
 def exact_interpolation(codes, geometries):
     """Linear interpolation of integers in exact fractions."""
     found = codes.astype(object)

@@ -18,7 +18,18 @@ from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, label, require_codes
 from onnx_backend.integer.ir.exact_bounds import one_rounding
-from onnx_backend.integer.ir.values import Array, Constant, Linear, Lookup, Movement, Refused, Term, Value
+from onnx_backend.integer.ir.operations import Accumulation
+from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
+    Array,
+    Constant,
+    Linear,
+    Lookup,
+    Movement,
+    Refused,
+    Term,
+    Value,
+)
 from onnx_backend.integer.lowering.movement.moves import applied
 from onnx_backend.proto.nodes import attributes
 
@@ -193,6 +204,7 @@ def linear_taps(geometry: Geometry, room: int) -> Taps:
 
 
 _FINE = 2.0**-8  # error of int32 sums, in input steps, above which they are taken in int64
+_WEIGHTS = 1 << 17  # of a product that interpolates along all axes at once
 _MATRIX = 512  # input positions up to which the last axis is interpolated by one matrix product
 
 
@@ -313,6 +325,9 @@ def _interpolated(ctx: LoweringContext, node: NodeProto, args: Args, geometries:
         assert args[0] is not None  # encoded() refuses None
         return args[0]
     taps = _shared(geometries, ((1 << 31) - 1) // encoding.hi)
+    product = None if ctx.composes or encoding.wide else _as_layer(ctx, node, (codes, encoding), geometries, taps)
+    if product is not None:
+        return product
     wide = encoding.hi * sum(along.error for along in taps) > _FINE
     if wide:
         taps = _shared(geometries, (1 << 62) // encoding.hi)
@@ -343,6 +358,59 @@ def _interpolated(ctx: LoweringContext, node: NodeProto, args: Args, geometries:
     return Linear(terms, constant, source=label(node), error=error)
 
 
+def _as_layer(
+    ctx: LoweringContext,
+    node: NodeProto,
+    given: tuple[str, ActivationEncoding],
+    geometries: Sequence[Geometry],
+    taps: Sequence[Taps],
+) -> Linear | None:
+    """Write an interpolation as one product of rows of codes with a matrix, which a kernel requantizes; None if large.
+
+    Its weights are those of all axes together, as whole numbers of 8 bits.
+    """
+    shape = ctx.shapes.get(node.input[0])
+    first = min(geometry.axis for geometry in geometries)
+    sizes = [size for size in (shape or ())[first:] if size is not None]
+    if shape is None or first < 1 or len(sizes) < len(shape) - first or any(along.error for along in taps):
+        return None
+    along = {geometry.axis: (geometry, tap) for geometry, tap in zip(geometries, taps, strict=True)}
+    outputs = [along[axis][0].outputs if axis in along else shape[axis] or 0 for axis in range(first, len(shape))]
+    if math.prod(sizes) * math.prod(outputs) > _WEIGHTS:
+        return None
+    weight = np.ones((1, 1), np.int64)
+    for axis, size in enumerate(sizes, first):
+        weight = np.kron(weight, _matrix(*along[axis]) if axis in along else np.eye(size, dtype=np.int64))
+    if weight.max() > 2 * 255:
+        return None
+    codes, encoding = given
+    whole, lead = math.prod(tap.whole for tap in taps), [0] * first
+    rows = ctx.node("Reshape", [codes, ctx.constant64([*lead, math.prod(sizes)])])
+    if weight.max() > 255:  # codes that are read twice, with half of a weight each
+        rows, weight = ctx.node("Concat", [rows, rows], axis=first), np.concatenate([weight >> 1, (weight + 1) >> 1])
+    result, unit = ctx.fresh(f"{node.output[0]}.accumulator"), np.asarray(1.0 / whole)
+    layer: tuple[Any, ...] = (
+        "MatMul",
+        rows,
+        encoding,
+        weight,
+        0,
+        8,
+        unit,
+        {},
+        False,
+        f"{node.output[0]}.weights",
+        result,
+        label(node),
+        first + 1,
+    )
+    ctx.nodes.append(Accumulation(*layer))
+    low, high = (np.asarray((end - encoding.zero_point) * whole, np.int64) for end in (0, encoding.hi))
+    terms = (Term(result, encoding.scale * unit, np.zeros((), np.int64), low, high),)
+    back = Movement(helper.make_node("Reshape", ["x", "s"], ["y"]), (ctx.constant64([*lead, *outputs]),))
+    return Linear(terms, after=(back,), source=label(node), error=4 * one_rounding(terms, 0.0))
+
+
 def _shared(geometries: Sequence[Geometry], room: int) -> list[Taps]:
     """Share the room of the sum between the axes: room that one axis does not need goes to the others."""
     found: dict[int, Taps] = {}
@@ -362,11 +430,16 @@ def _narrowed(ctx: LoweringContext, tensor: str, shift: int) -> str:
 
 
 def _by_matrix(ctx: LoweringContext, codes: str, geometry: Geometry, taps: Taps) -> str:
+    return ctx.node("MatMulInteger", [codes, ctx.constant(_matrix(geometry, taps), np.uint8)])
+
+
+def _matrix(geometry: Geometry, taps: Taps) -> Array:
+    """Return the weights of an axis, shape (inputs, outputs)."""
     matrix = np.zeros((geometry.inputs, geometry.outputs), np.int64)
     columns = np.arange(geometry.outputs)
     np.add.at(matrix, (taps.left, columns), taps.whole - taps.weight)
     np.add.at(matrix, (taps.right, columns), taps.weight)
-    return ctx.node("MatMulInteger", [codes, ctx.constant(matrix, np.uint8)])
+    return matrix
 
 
 def _by_gather(ctx: LoweringContext, tensor: str, geometry: Geometry, taps: Taps, rank: int, kind: Any) -> str:

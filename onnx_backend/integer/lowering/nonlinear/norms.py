@@ -255,7 +255,15 @@ def _normalized(
     if centred and isinstance(value, Lookup) and are_codes(value, count):
         with suppress(Refused):
             return normalized_codes(ctx, value, axes, count, epsilon)
-    return normalized_rows(ctx, to_fixed(ctx, value), axes, count, epsilon, centred=centred)
+    found = normalized_rows(ctx, to_fixed(ctx, value), axes, count, epsilon, centred=centred)
+    if centred or list(axes) != [-1] or not isinstance(value, Lookup) or not are_codes(value, count):
+        return found
+    assert value.encoding is not None  # checked by `are_codes`
+    scale, hi, zero = value.encoding.scale, value.encoding.hi, value.encoding.zero_point
+    found = narrow_to(ctx, found, _BITS)
+    unit = float(found.scale) / math.sqrt(count)
+    ctx.rows[found.name] = found, Norm(value.name, hi, count, epsilon * count / scale**2, unit, found.name, zero)
+    return found
 
 
 def _affine(
