@@ -7,8 +7,10 @@ the float model: the builder's round to nearest, ours to nearest, by gptq, and t
 too, each as its folder computes. `tied`: what it means that an output layer that is the embedding rounds its input to
 int8: decibels of that rounding alone, of the folder from the sim (codes of all layers that turned add up), and tokens
 a second over those of a head in floats.
-`python benchmarks/generation.py decoder`, `stories` or `tied` measures one. Targets: 1.0 or more of the builder's
-speed, 1.02 or less of its bytes, gptq within 2 % of float.
+`experts`: two layers of 256 with 8 experts of 512, 2 of them for a token, int4: tokens a second with one QMoE a layer
+over those of the nodes that it stands for, on one thread, with nodes and bytes of both folders.
+`python benchmarks/generation.py decoder`, `stories`, `tied` or `experts` measures one. Targets: 1.0 or more of the
+builder's speed, 1.02 or less of its bytes, gptq within 2 % of float.
 """
 
 import json
@@ -22,14 +24,16 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
 import onnxruntime_genai as og
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 import qsdk
+from onnx_backend.genai.experts import ExpertsWriter
 
 sys.path += [str(Path(__file__).parents[1] / "tests" / "helpers" / name) for name in ("real", "generation")]
 
@@ -213,9 +217,29 @@ def tied(folder: Path) -> dict[str, Any]:
     return found
 
 
+def experts(folder: Path) -> dict[str, Any]:
+    """Measure a mixture of experts as one kernel a layer, and as its nodes."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=8, num_experts_per_tok=2)).eval()
+    with patch.object(ExpertsWriter, "write", lambda self: 0):
+        export(model, folder / "nodes")
+    export(model, folder / "kernel")
+    names = ("nodes", "kernel")
+    models = [opened(folder / name, 1) for name in names]
+    rounds = [[seconds(one, PROMPTS[0]) for one in models] for _ in range(3)]
+    faster = [round(median(a[at] / b[at] for a, b in rounds), 1) for at in (0, 1)]
+    facts = {"prompt 128 over nodes": faster[0], "decode over nodes": faster[1]}
+    return facts | {"nodes": {n: count(folder / n) for n in names}, "bytes": {n: size(folder / n) for n in names}}
+
+
 def decibels(wanted: torch.Tensor, got: torch.Tensor) -> float:
     """Return the ratio of values to their difference."""
     return round(float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum())), 1)
+
+
+MEASURES = {"decoder": decoder, "stories": stories, "tied": tied, "experts": experts}
 
 
 def main() -> None:
@@ -223,9 +247,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_OFFLINE"] = "1"
     result = {}
-    for name in sys.argv[1:] or ("decoder", "stories", "tied"):
+    for name in sys.argv[1:] or MEASURES:
         with tempfile.TemporaryDirectory() as folder:
-            result[name] = {"decoder": decoder, "stories": stories, "tied": tied}[name](Path(folder))
+            result[name] = MEASURES[name](Path(folder))
     print(json.dumps(result))
 
 
