@@ -125,7 +125,8 @@ def calibrate(
         method: for activations. `min_max` (also `post_training_tf`) covers every value, and is the one to begin with;
             `moving_average` follows the batches; `percentile` (also `post_training_percentile`), `mse`, `tf_enhanced`
             (also `sqnr` and `post_training_tf_enhanced`) and `entropy` cut off outliers: try them where accuracy falls.
-        weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits.
+        weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits. `four_over_six` is for
+            float4 in blocks: the largest value of each becomes a 6, or a 4 where that makes the error smaller.
         percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
         max_batches: batches to stop after, for a DataLoader of a whole training set; None for all.
         options: `forward`, `progress`; see `qsdk.options`.

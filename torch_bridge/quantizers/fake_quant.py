@@ -462,7 +462,4 @@ def cast(x: Tensor, dtype: DType) -> Tensor:
 
 def _round_to_float4(x: Tensor) -> Tensor:
     """Return x at 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and their negatives; a tie goes to the value with an even code."""
-    magnitude = x.abs()
-    # steps of 0.5 below 2, of 1 below 4, else of 2: in each of them the even multiple has the even code
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)).to(x.dtype)
-    return torch.copysign((magnitude / step).round_().mul_(step), x)
+    return torch.copysign(affine.round_to_float4(x.abs()).to(x.dtype), x)

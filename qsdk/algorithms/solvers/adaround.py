@@ -126,8 +126,6 @@ def _require_options(
     problem: LayerProblem, method: str, iterations: int | None, starts: int, damping: float | None, activation: bool
 ) -> None:
     site = problem.site
-    if not problem.spec.dtype.is_integer:
-        raise ConfigError(f"{site}: adaround needs an integer grid, not {problem.spec.dtype}; skip the site")
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r} of adaround; choose one of {', '.join(METHODS)}")
     if activation and method == "coordinate_descent":

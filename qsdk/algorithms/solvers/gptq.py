@@ -23,7 +23,7 @@ from qsdk.algorithms.solvers.rounding import (
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
-from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
+from qsdk.core.numerics.block_scales import changed_block_scales, round_up_to_digits
 from qsdk.core.numerics.encoding import Encoding
 
 Scales = Literal["search", "fixed"]
@@ -119,8 +119,6 @@ def _descend(
 
 def _require_options(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
     site = problem.site
-    if not problem.spec.dtype.is_integer:
-        raise ConfigError(f"{site}: gptq needs an integer grid, not {problem.spec.dtype}; skip the site")
     if damping is not None and damping <= 0:
         raise ConfigError(f"{site}: a damping of {damping} is not positive")
     if scales not in SCALES:
@@ -218,4 +216,4 @@ def _scale_encoding(problem: LayerProblem, factors: Tensor, cells: Tensor) -> En
     scale = encoding.scale * moved
     if spec.scale_bits is not None:
         scale = round_up_to_digits(scale, spec.scale_bits)
-    return replace(encoding, scale=np.where(moved == 1, encoding.scale, restrict_block_scales(scale, spec)))
+    return replace(encoding, scale=np.where(moved == 1, encoding.scale, changed_block_scales(encoding, scale, spec)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers.on_torch import scales_of_weights
-from qsdk.algorithms.solvers.rounding import WeightGrid
+from qsdk.algorithms.solvers.rounding import WeightGrid, rounded_
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.encoding import Encoding
 
@@ -137,8 +137,8 @@ def _error_of_embedding(problem: LayerProblem) -> float:
     error = energy = 0.0
     step = max(1, ROWS_OF_TABLE // weight[0].numel())
     for rows in (slice(start, start + step) for start in range(0, len(weight), step)):
-        codes = (weight[rows] / scale[rows]).round()
-        nearest = codes.clamp(dtype.lo - zero_point[rows], dtype.hi - zero_point[rows]) * scale[rows]
+        ends = dtype.lo - zero_point[rows], dtype.hi - zero_point[rows]
+        nearest = rounded_(weight[rows] / scale[rows], dtype, *ends) * scale[rows]
         d, drift = nearest - weight[rows], float(drifts[rows].sum())
         error += float(((d * h[rows] + 2 * linear[rows]) * d).sum()) + drift
         energy += float(((weight[rows] * h[rows] - 2 * linear[rows]) * weight[rows]).sum()) + drift

@@ -7,13 +7,17 @@ rows], so that the column of one input is contiguous, and works on any number of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers.on_torch import scales_of_weights
 from qsdk.core.layers.layer_problem import LayerProblem
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DType, float4e2m1, int8
+from qsdk.core.numerics.encoding import Encoding, storage_type
 
 #: Columns that are rounded one by one before the others are updated by one matrix product.
 BLOCK = 128
@@ -23,17 +27,19 @@ SIDE_BY_SIDE = 1 << 18
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """The values that each weight may take: `code * scale` with an integer code from `lowest` to `highest`.
+    """The values that each weight may take: `code * scale`, codes being whole numbers or those of a narrow float.
 
     Attributes:
         scale: float32 [groups, K, rows].
         lowest: smallest code less the zero point, likewise; a view of one number where all are equal.
         highest: largest code, likewise.
+        dtype: of the codes; any integer one for whole numbers.
     """
 
     scale: Tensor
     lowest: Tensor
     highest: Tensor
+    dtype: DType = int8
 
     @classmethod
     def of(cls, problem: LayerProblem, encoding: Encoding) -> "WeightGrid":
@@ -41,10 +47,10 @@ class WeightGrid:
         scale, zero_point = (v.mT for v in scales_of_weights(problem, encoding))
         scale = scale.contiguous()
         if encoding.symmetric:
-            ends = (scale.new_tensor(end).expand_as(scale) for end in (encoding.dtype.lo, encoding.dtype.hi))
-            return cls(scale, *ends)
+            low, high = (scale.new_tensor(end).expand_as(scale) for end in (encoding.dtype.lo, encoding.dtype.hi))
+            return cls(scale, low, high, encoding.dtype)
         zero_point = zero_point.contiguous()
-        return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point)
+        return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point, encoding.dtype)
 
     @classmethod
     def concatenate(cls, grids: Sequence["WeightGrid"], dim: int = 0) -> "WeightGrid":
@@ -52,23 +58,59 @@ class WeightGrid:
         if len(grids) == 1:
             return grids[0]
         scale = torch.cat([grid.scale for grid in grids], dim)
-        return cls(scale, *(_concatenated([getattr(g, name) for g in grids], dim, scale) for name in _ENDS))
+        low, high = (_concatenated([getattr(g, name) for g in grids], dim, scale) for name in _ENDS)
+        return cls(scale, low, high, grids[0].dtype)
 
     def around(self, weight: Tensor) -> "WeightGrid":
         """Return the grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
         position = weight / self.scale
+        if not self.dtype.is_integer:
+            return WeightGrid(self.scale, *_around(position, self.dtype), self.dtype)
         # a weight on the grid has no choice, although its quotient may miss the integer by an ulp
         nearest = position.round()
         position = torch.where((position - nearest).abs() <= 2e-7 * nearest.abs(), nearest, position)
         below, above = (codes.clamp(self.lowest, self.highest) for codes in (position.floor(), position.ceil()))
-        return WeightGrid(self.scale, below, above)
+        return WeightGrid(self.scale, below, above, self.dtype)
 
     def nearest(self, weight: Tensor) -> Tensor:
         """Return the codes nearest to a weight, half to even."""
-        return (weight / self.scale).round().clamp(self.lowest, self.highest)
+        return rounded_(weight / self.scale, self.dtype, self.lowest, self.highest)
 
 
 _ENDS = ("lowest", "highest")
+
+
+def rounded_(position: Tensor, dtype: DType, lowest: Tensor, highest: Tensor) -> Tensor:
+    """Return the codes nearest to positions within two ends, in place; half to even."""
+    position.clamp_(lowest, highest)
+    if dtype.is_integer:
+        return position.round_()
+    if dtype == float4e2m1:
+        return position.copy_(affine.round_to_float4(position.abs()) * position.sign())
+    return position.copy_(position.to(_FLOAT8[dtype.name]))
+
+
+_FLOAT8 = MappingProxyType(
+    {
+        "float8e4m3fn": torch.float8_e4m3fn,
+        "float8e4m3fnuz": torch.float8_e4m3fnuz,
+        "float8e5m2": torch.float8_e5m2,
+        "float8e5m2fnuz": torch.float8_e5m2fnuz,
+    }
+)
+
+
+def _around(position: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Return the values of a narrow float right below and above positions, the same one where that is one of them."""
+    values = np.unique(np.arange(1 << dtype.bits, dtype=np.uint8).view(storage_type(dtype)).astype(np.float32))
+    levels = torch.from_numpy(values[np.isfinite(values)]).to(position.device)
+    inside = position.contiguous().clamp(levels[0], levels[-1])
+    at = torch.searchsorted(levels, inside, right=True) - 1
+    # a weight on the grid has no choice, although its quotient may miss the value by an ulp
+    after = (at + 1).clamp_(max=len(levels) - 1)
+    below = torch.where((levels[after] - inside).abs() <= 2e-7 * inside.abs(), levels[after], levels[at])
+    above = torch.where((inside - below).abs() <= 2e-7 * inside.abs(), below, levels[after])
+    return below, above
 
 
 def _concatenated(ends: Sequence[Tensor], dim: int, like: Tensor) -> Tensor:
@@ -236,7 +278,7 @@ class ErrorFeedback:
         for stop in range(best.shape[1], 0, -block_size):
             start = max(stop - block_size, 0)
             for i in range(stop - 1, start - 1, -1):
-                code = (target[:, i] / scale[:, i]).round_().clamp_(lowest[:, i], highest[:, i])
+                code = rounded_(target[:, i] / scale[:, i], grid.dtype, lowest[:, i], highest[:, i])
                 codes[:, i] = code
                 value = code.mul_(scale[:, i])
                 errors.addcmul_((value - target[:, i]).square_(), self.pivots[:, i])
@@ -281,8 +323,8 @@ def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sw
             change = torch.empty_like(local)
             for i in range(inner.shape[-1]):
                 at = start + i
-                code = torch.addcmul(old[:, i], local[:, i], pull[:, at]).round_()
-                codes[:, at] = code.clamp_(grid.lowest[:, at], grid.highest[:, at])
+                code = torch.addcmul(old[:, i], local[:, i], pull[:, at])
+                codes[:, at] = code = rounded_(code, grid.dtype, grid.lowest[:, at], grid.highest[:, at])
                 change[:, i] = code.sub_(old[:, i]).mul_(grid.scale[:, at])
                 local[:, i + 1 :].addcmul_(inner[:, i + 1 :, i : i + 1], change[:, i : i + 1])
             left = slice(0 if sweep < sweeps - 1 else start + BLOCK, None)  # nothing reads the others any more

@@ -23,6 +23,7 @@ from qsdk.algorithms.solvers.range_search import (
     least_squares,
     on_grid,
 )
+from qsdk.algorithms.solvers.rounding import WeightGrid
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales
@@ -82,6 +83,8 @@ def solve(
     cells = cells_of_weights(problem, problem.encoding)
     blocks = column_blocks(cells)
     note = "its encoding is frozen" if problem.encoding.frozen else ACROSS_GROUPS if blocks is None else ""
+    if not problem.spec.dtype.is_integer:
+        note = note or f"the scales of integers are searched, not those of {problem.spec.dtype}"
     result = None if note else _search(judged, old, cells, blocks or [], candidates, loss, refine)
     errors = judged.errors(old) if result is None else result.errors_before
     if result is None:
@@ -148,12 +151,13 @@ def _require_searchable(problem: LayerProblem, candidates: int, loss: str) -> No
         raise ConfigError(f"unknown loss {loss!r}; choose one of {', '.join(LOSSES)}")
     if loss == "l1" and problem.samples is None:
         raise ConfigError(f"{problem.site}: the loss l1 needs samples of the layer's inputs")
-    if not problem.spec.dtype.is_integer:
-        raise ConfigError(f"{problem.site}: seq_mse searches integer grids, not {problem.spec.dtype}; skip the site")
 
 
 def fake_quantize(problem: LayerProblem, encoding: Encoding) -> Tensor:
     """Return the fake-quantized weight matrix for an encoding, float32 [groups, out_per_group, K]."""
+    if not encoding.dtype.is_integer:
+        grid = WeightGrid.of(problem, encoding)
+        return (grid.nearest(problem.weight.mT) * grid.scale).mT
     return on_grid(problem.weight, *scales_of_weights(problem, encoding), *_grid(problem))
 
 

@@ -77,8 +77,6 @@ def _require_solvable(decision: Decision, frozen: Collection[str], ties: Mapping
         raise _NoLayerError(f"shares the encoding of {decision.tied_to}")
     if spec is None or not decision.quantized:
         raise _NoLayerError(f"float: {decision.reason}")
-    if not spec.dtype.is_integer:
-        raise _NoLayerError(f"{spec.dtype.name} is not an integer grid")
     if decision.site in ties:
         raise _NoLayerError(f"its encoding is shared by {ties[decision.site]}")
     if decision.site in frozen:

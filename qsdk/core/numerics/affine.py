@@ -119,6 +119,13 @@ def fake_quantize_minifloat(
     return cast(clip(x / scale, dtype.lo, dtype.hi)) * scale
 
 
+def round_to_float4(magnitude: Any) -> Any:
+    """Return magnitudes of up to 6 at 0, 0.5, 1, 1.5, 2, 3, 4 or 6; a tie goes to the value with an even code."""
+    # steps of 0.5 below 2, of 1 below 4, else of 2: in each of them the even multiple has the even code
+    step = ((magnitude >= 2) + 1) * ((magnitude >= 4) + 1) * 0.5
+    return (magnitude / step).round() * step
+
+
 def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: int | None) -> Any:
     """Reshape a scale or zero point so that it broadcasts against a tensor of `shape`.
 

@@ -139,6 +139,14 @@ def _floor_power(x: FloatArray) -> FloatArray:
     return np.asarray((x.view(np.int32) & np.int32(EXPONENT_BITS)).view(np.float32))
 
 
+def changed_block_scales(encoding: Encoding, scale: FloatArray, spec: Spec) -> FloatArray:
+    """Return other scales of an encoding as its spec can store them, those of NVFP4 over the divisor that it has."""
+    if spec.scale_dtype == float8e8m0:
+        return np.asarray(np.ldexp(1.0, np.rint(np.log2(scale.astype(np.float64))).astype(int)), np.float32)
+    parts = float8_scales(encoding) if spec.scale_dtype == float8e4m3fn else None
+    return restrict_block_scales(scale, spec) if parts is None else _float8_scales(scale, parts.divisor).quotient()
+
+
 def restrict_block_scales(scale: FloatArray, spec: Spec, peak: np.float32 | None = None) -> FloatArray:
     """Round block scales to those that the spec's `scale_dtype` can hold; return others unchanged.
 

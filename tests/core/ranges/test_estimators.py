@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk import CalibrationError, ConfigError, float8e4m3fn, int4, int8, int16, uint8, uint16
+from qsdk import CalibrationError, ConfigError, float4e2m1, float8e4m3fn, int4, int8, int16, uint8, uint16
 from qsdk.core.numerics.dtypes import DTYPES, dtype_named
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.estimators import (
@@ -289,3 +291,30 @@ def test_a_stored_tensor_must_be_finite(method: str):
         range_of_stored([1.0, np.nan], Spec(int8), estimator(method))
     with pytest.raises(CalibrationError, match="no range in an empty tensor"):
         range_of_stored([], Spec(int8), estimator(method))
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=20)
+def test_four_over_six_never_has_the_larger_error_and_often_the_smaller(seed: int):
+    """Cook et al. 2025, Four Over Six: scales are not rounded here, so that the choice is exact."""
+    x = np.random.default_rng(seed).normal(size=(8, 64)).astype(np.float32)
+    spec = Spec(float4e2m1, PerBlock(1, 16))
+    found = [
+        encoding_from_range(range_of_stored(x, spec, estimator(method)), spec)
+        for method in ("min_max", "four_over_six")
+    ]
+    six, chosen = (((one.fake_quantize(x) - x) ** 2).reshape(8, 4, 16).sum(2) for one in found)
+    ratio = found[1].scale / found[0].scale
+    assert (np.isclose(ratio, 1) | np.isclose(ratio, 1.5)).all()
+    assert (chosen <= six * (1 + 1e-5)).all()
+    four = replace(found[0], scale=found[0].scale * np.float32(1.5))
+    alternative = ((four.fake_quantize(x) - x) ** 2).reshape(8, 4, 16).sum(2)
+    assert (chosen <= alternative * (1 + 1e-5)).all()
+    assert np.isclose(ratio, 1.5).any()
+
+
+def test_four_over_six_is_min_max_for_other_dtypes():
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    for spec in (Spec(int4, PerBlock(1, 16)), Spec(int8, PerChannel(0))):
+        plain, found = (range_of_stored(x, spec, estimator(name)) for name in ("min_max", "four_over_six"))
+        assert found.same(plain)
