@@ -60,6 +60,7 @@ ZERO_POINTS = HEAD.override("*", symmetric_weights=False)
 FOUR_OVER_SIX = "calibrate four_over_six"
 ROTATED, ONLINE = "rotate learned", "rotate learned online"
 NVFP4, MXFP4 = linear(qsdk.block_scaled("nvfp4")), linear(qsdk.block_scaled("mxfp4"))
+FLOAT_HEAD = NVFP4.override("lm_head:weight", weight="float32")  # which `rotate` parts from the table
 NVFP4_KV8 = linear(qsdk.block_scaled("nvfp4", kv_cache="float8e4m3fn"))
 RECIPES = [
     Recipe("NVFP4", NVFP4),
@@ -68,6 +69,8 @@ RECIPES = [
     Recipe("NVFP4", NVFP4, ("gptq on 32 stories",)),
     Recipe("NVFP4", NVFP4, (FOUR_OVER_SIX, "distill 60")),
     Recipe("NVFP4", NVFP4, (ROTATED,)),
+    Recipe("NVFP4, head float", FLOAT_HEAD, (ROTATED,)),
+    Recipe("NVFP4, head float", FLOAT_HEAD, (ROTATED, "gptq on 32 stories")),
     Recipe("NVFP4 KV8", NVFP4_KV8),
     Recipe("NVFP4 KV8", NVFP4_KV8, (FOUR_OVER_SIX, "gptq on 32 stories")),
     Recipe("MXFP4", MXFP4),
