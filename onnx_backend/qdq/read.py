@@ -271,8 +271,8 @@ def require_written(decisions: Iterable[Decision]) -> None:
     for decision in decisions:
         if decision.spec is not None and decision.spec.blocks is not None:
             raise ExportError(
-                f"{decision.site} has blocks of {decision.spec.blocks} whose scales are found while the model runs, "
-                "which no ONNX runtime has a kernel; quantize the module in PyTorch and export with "
+                f"{decision.site} has blocks of {decision.spec.blocks} whose scales are found while the model runs: "
+                "no ONNX runtime has a kernel for them; quantize the module in PyTorch and export with "
                 'format="compressed-tensors", or choose another activation='
             )
         if (

@@ -8,7 +8,7 @@ from qsdk.core.config.rules import Shape
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph, Tensor
 from qsdk.core.graph.op_facts import LINEAR, RECURRENT
-from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
+from qsdk.core.numerics.dtypes import DTYPES, BlockFormat, DType, int8, int8_exact, int32, level_dtype, uint8
 from qsdk.core.numerics.spec import (
     Granularity,
     Kind,
@@ -89,6 +89,20 @@ def _as_its_rows(context: PlanningContext, root: int, activations: Mapping[int, 
     return wanted if wanted.dtype.bits == spec.dtype.bits and spec.dtype.is_integer else spec
 
 
+def _as_its_layers(context: PlanningContext, root: int, spec: Spec, *, wide: bool) -> Spec:
+    """Return the spec of a table of int8 in the dtype in which the layers that multiply with it are exact.
+
+    That of their rule for a processor; beside narrower weights, which are exact by themselves, `int8_exact`.
+    """
+    layers = [op for op, operand in context.readers[root] if context.is_linear(op, operand)]
+    for op in layers:
+        wanted = context.resolver.at(context.stored_place(op, root)).wanted
+        symmetric = wanted.symmetric_weights is not False
+        if wanted.weight in ((int8_exact, uint8) if symmetric else (DTYPES["int7"], uint8)):
+            return replace(spec, dtype=_dtype(wanted), symmetric=symmetric)
+    return replace(spec, dtype=int8_exact) if layers and wide and only_kernels(context.config) else spec
+
+
 def _require_whole_blocks(decisions: Iterable[Decision]) -> None:
     """Refuse blocks that do not divide the input channels of a linear layer: servers cannot read them."""
     blocks = [(d, d.spec.granularity) for d in decisions if d.spec and isinstance(d.spec.granularity, PerBlock)]
@@ -146,6 +160,8 @@ def _stored(
     spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and role == "embedding" and wanted.symmetric_weights is None and not choice.is_named("weight"):
         spec = _as_its_rows(context, operand.root, activations, spec)
+    if spec is not None and role == "embedding" and spec.dtype == int8 and not choice.is_named("weight"):
+        spec = _as_its_layers(context, operand.root, spec, wide=wide)
     if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
     if spec is not None and not has_kernel(context, op):

@@ -1,5 +1,7 @@
 """Weights of `int8_exact`: no two products that a kernel adds in 16 bits saturate, whatever chose their codes."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -129,6 +131,44 @@ def test_the_codes_of_a_file_for_every_processor_never_saturate(verb, tmp_path):
     rows = [row for row in sim.coverage().rows if row["kind"] == "weight"]
     assert {row["dtype"] for row in rows} == {"int8_exact"}
     assert qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False).summary["passed"]
+
+
+class Tied(torch.nn.Module):
+    """An output layer that multiplies with the table of words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(60, 16), torch.nn.Linear(16, 60, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        """Give a score for each word."""
+        return self.head(self.words(ids).relu())
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "dtype"),
+    [
+        (qsdk.w8a8(), "any", "int8_exact"),
+        (qsdk.w4a8(), "any", "int8_exact"),  # the layer's own 4 bits are exact, those of the table are 8
+        (qsdk.QuantConfig(dynamic_activations=True), "any", "int8_exact"),
+        (replace(qsdk.w8a8(), symmetric_weights=False), "any", "int7"),
+        (qsdk.w8a8(), "avx2", "uint8"),
+        (qsdk.w8a8(), "vnni", "int8"),
+        (qsdk.w8a8().override("words", weight="int8"), "any", "int8"),
+    ],
+)
+def test_a_table_that_a_layer_multiplies_with_is_as_exact_as_the_layer(config, processor, dtype, tmp_path):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 60, (4, 8))
+    sim = qsdk.quantize(Tied(), ids, config.for_dialect("onnxruntime", processor=processor))
+    qsdk.calibrate(sim, [ids], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert sim.encodings["words:weight"].dtype.name == dtype
+    stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "model.onnx").graph.initializer]
+    tables = [codes for codes in stored if codes.size == 60 * 16 and codes.dtype == np.int8]
+    saturating = [saturates(codes, at) for codes in tables for at in (0, 1)]
+    assert any(saturating) == (dtype == "int8")
 
 
 def test_weights_that_were_changed_under_frozen_scales_are_refused(tmp_path):
