@@ -33,8 +33,8 @@ def part_of(op: str) -> str:
     return "other"
 
 
-def parts_of(path: Path, feed: Feed, threads: int) -> dict[str, float]:
-    """Return the milliseconds of each part of a file."""
+def kernels_of(path: Path, feed: Feed, threads: int = 1) -> dict[str, tuple[str, float]]:
+    """Return the kernel and the milliseconds of each node of a file."""
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level, options.enable_profiling = threads, 4, True
@@ -47,10 +47,15 @@ def parts_of(path: Path, feed: Feed, threads: int) -> dict[str, float]:
     least: dict[str, tuple[str, float]] = {}
     for event in events:
         if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
-            op, taken = event["args"]["op_name"], event["dur"] / 1000
-            least[event["name"]] = op, min(taken, least.get(event["name"], (op, taken))[1])
+            name, op, taken = event["name"].removesuffix("_kernel_time"), event["args"]["op_name"], event["dur"] / 1000
+            least[name] = op, min(taken, least.get(name, (op, taken))[1])
+    return least
+
+
+def parts_of(path: Path, feed: Feed, threads: int) -> dict[str, float]:
+    """Return the milliseconds of each part of a file."""
     found: defaultdict[str, float] = defaultdict(float)
-    for op, taken in least.values():
+    for op, taken in kernels_of(path, feed, threads).values():
         found[part_of(op)] += taken
     return {part: found[part] for part in PARTS}
 

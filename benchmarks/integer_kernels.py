@@ -15,13 +15,11 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
-import onnxruntime as ort
 import torch
 from deployed import Feed, written
-from deployed_floor import MOVES
+from deployed_floor import MOVES, kernels_of
 from deployed_networks import NETWORKS
 
-RUNS = 40
 FORMS = {
     "norm of rows": "norms",
     "shares of rows": "softmaxes",
@@ -36,25 +34,6 @@ PARTS = ("layers", "norms", "softmaxes", "tables", "sums", "moves", "other")
 LAYERS = ("QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger")
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "deployed.md"
 START, END = "<!-- integers -->\n", "<!-- end of integers -->"
-
-
-def kernels_of(path: Path, feed: Feed) -> dict[str, tuple[str, float]]:
-    """Return the kernel and the milliseconds of each node of a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level, options.enable_profiling = 1, 4, True
-        options.profile_file_prefix = f"{folder}/profile"
-        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        given = dict(zip((value.name for value in session.get_inputs()), feed.values(), strict=True))
-        for _ in range(RUNS):
-            session.run(None, given)
-        events = json.loads(Path(session.end_profiling()).read_bytes())
-    least: dict[str, tuple[str, float]] = {}
-    for event in events:
-        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
-            name, op, taken = event["name"].removesuffix("_kernel_time"), event["args"]["op_name"], event["dur"] / 1000
-            least[name] = op, min(taken, least.get(name, (op, taken))[1])
-    return least
 
 
 def part_of(node: str, op: str, forms: dict[str, str]) -> str:

@@ -399,6 +399,8 @@ def _slice_in_place_of_splits(graph: fx.Graph) -> None:
         given, at, alone = node.args[0], _SPLITS[node.target], node.target is _ATEN.unbind.int
         axis: Any = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
         stops = [0, *accumulate(1 if alone else part.shape[axis] for part in node.meta["val"])]
+        if not all(isinstance(stop, int) for stop in stops):
+            continue  # of an open length, which a slice would have to compute
         for user in list(node.users):
             place: Any = user.args[1]
             target, ends = (_ATEN.select.int, (place,)) if alone else (_ATEN.slice.Tensor, stops[place : place + 2])

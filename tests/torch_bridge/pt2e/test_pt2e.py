@@ -258,3 +258,28 @@ def test_a_program_that_lacks_a_site_of_the_sim_does_not_pass(tmp_path: Path) ->
             export(sim, tmp_path / "model.pt2", format="pt2e")
     with pytest.raises(ExportError, match="the program does not quantize 1:output, which the sim does"):
         compare_program(sim, tmp_path / "model.pt2")
+
+
+class Halves(nn.Module):
+    """Turns the halves of a text of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the second half in front of the first."""
+        first, second = self.linear(x).chunk(2, dim=1)
+        return torch.cat([second, first], 1)
+
+
+def test_a_split_along_an_open_axis_stays_a_split(tmp_path):
+    torch.manual_seed(0)
+    batch = torch.randn(2, 6, 8)
+    config = w8a8().for_dialect("xnnpack")
+    sim = quantize(Halves().eval(), batch, config, dynamic_shapes={"x": {0: "batch", 1: "length"}})
+    calibrate(sim, [batch], progress=False)
+    export(sim, tmp_path / "model.pt2", format="pt2e")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    more = torch.randn(3, 10, 8)
+    torch.testing.assert_close(program(more), sim(more), rtol=0, atol=0)
