@@ -8,8 +8,9 @@ the row of each (a network that has one there is not measured again), `--short` 
 
 One JSON line. `rows`, by network: `weights_lsb` and `activations_lsb` of the loaded program at its sites; the larger of
 both, `trained_lsb`, of a sim after two steps of QAT; `pte_db`, how far ExecuTorch's runtime is off the sim on five
-batches of other inputs with another number of rows; where codes differ, `first` is the first op on each such batch, how
-many of its codes differ and by how much; `float_db` and `theirs_db`, how far qsdk's and torchao's programs
+batches of other inputs with another number of rows; where codes differ, `pte_lsb` is by how many steps at most at a
+site that is fed with the sim's values, and `first` the first one that is more than one off; `float_db` and
+`theirs_db`, how far qsdk's and torchao's programs
 are off the float model there, `rounded_db` qsdk's after `adaround`, and `float_db4`, `theirs_db4` with weights of 4
 bits (qsdk after `adaround`); `delegated`, `theirs_delegated`, shares of ops of the model (all but quantize and
 dequantize ops) that the partitioner gives to XNNPACK, and `integer`,
@@ -39,6 +40,7 @@ from torch.export import Dim
 import qsdk
 
 SEEDS, TESTS, ROWS = range(4), range(20, 25), 3
+_FUSED = ("aten.relu.", "aten.hardtanh.", "aten.clamp.")  # into the layer in front of them
 NOISE_OF_FLOATS = 100.0  # dB: less is a code that differs
 Row = dict[str, Any]
 
@@ -75,13 +77,13 @@ def shares(edge: Any) -> tuple[float, float]:
             inside += filter(_is_work, getattr(module, str(node.target)).original_module.graph.nodes)
     outside = [node for node in module.graph.nodes if _is_work(node)]
     whole = max(len(inside) + len(outside), 1)
-    integer = [
-        node
-        for node in inside
-        if node.all_input_nodes
-        and all(_is(x, "dequantize") or x.op == "placeholder" for x in node.all_input_nodes)
-        and _is(node.all_input_nodes[0], "dequantize")
-    ]
+    integer: list[fx.Node] = []
+    for node in inside:
+        fused = any(name in str(node.target) for name in _FUSED) and node.all_input_nodes[0] in integer
+        given = node.all_input_nodes[1:]
+        first = bool(node.all_input_nodes) and _is(node.all_input_nodes[0], "dequantize")
+        if fused or (first and all(_is(x, "dequantize") or x.op == "placeholder" for x in given)):
+            integer.append(node)
     return round(len(inside) / whole, 3), round(len(integer) / whole, 3)
 
 
@@ -104,31 +106,6 @@ def on_tests(run: Callable[..., Tensor], network: Network) -> Tensor:
     """Return the outputs of the test batches."""
     with torch.no_grad():  # memory is planned for no more rows than the example has
         return torch.cat([run(*network.batch(seed, ROWS - 1)) for seed in TESTS])
-
-
-def first_difference(program: torch.export.ExportedProgram, network: Network) -> str:
-    """Return the first quantize op whose codes differ in the runtime, on the test batches where any do."""
-    module = program.module(check_guards=False)
-    pairs = [node for node in module.graph.nodes if _is(node, "quantize") and not _is(node, "dequantize")]
-    module.graph.output_node().args = (tuple(pairs),)
-    module.graph.set_codegen(fx.graph.CodeGen())
-    given = network.batch(0, ROWS)
-    axes = ({0: Dim("rows")},) * len(given)
-    watched = torch.export.export(fx.GraphModule(module, module.graph), given, dynamic_shapes=axes, strict=False)
-    from executorch.runtime import Runtime
-
-    loaded = Runtime.get().load_program(lowered(watched).to_executorch().buffer)
-    method, found = loaded.load_method("forward"), []
-    for seed in TESTS:
-        test = network.batch(seed, ROWS - 1)
-        with torch.no_grad():
-            wanted = watched.module(check_guards=False)(*test)
-        for node, want, got in zip(pairs, wanted, method.execute(list(test)), strict=True):
-            off = (want.int() - got.int()).abs()
-            if off.any():
-                found.append(f"{node.args[0].target}: {int((off > 0).sum())} of {off.numel()} by {int(off.max())}")
-                break
-    return "; ".join(found)
 
 
 def theirs(model: torch.nn.Module, network: Network, bits: int) -> torch.export.ExportedProgram:
@@ -180,7 +157,9 @@ def measure_ours(model: torch.nn.Module, network: Network, row: Row, folder: Pat
     row["delegated"], row["integer"] = shares(edge)
     row["pte_db"] = decibels(simulated, on_tests(in_runtime(edge), network))
     if row["pte_db"] < NOISE_OF_FLOATS:
-        row["first"] = first_difference(torch.export.load(folder / "m.pt2"), network)
+        tests = [network.batch(seed, ROWS - 1) for seed in TESTS]
+        parity = qsdk.check_parity(sim, folder / "m.pt2", tests, runtime="executorch", progress=False).summary
+        row |= {"pte_lsb": parity["activations_max_lsb"], "first": parity.get("first_off", "")}
     if short:
         return
     qsdk.adaround(sim, data, progress=False)

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from onnx_backend.runtime.session_input import cast_bfloat16_edges
 from qsdk.core.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]
-RuntimeName = Literal["onnxruntime", "openvino", "qnn"]
 
 
 class Runner(Protocol):

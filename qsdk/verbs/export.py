@@ -23,7 +23,7 @@ from onnx_backend.proto.write_file import StagedModel
 from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.sim import OnnxSim
 from onnx_backend.single_ops.write import write_single_ops
-from qsdk.core.config.for_dialect import AnyDialect, RuntimeName
+from qsdk.core.config.for_dialect import AnyDialect, ParityRuntime
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.encoding import Encoding
@@ -34,11 +34,11 @@ from qsdk.core.run_options import DataOptions, Run, require_keywords, run_of
 from qsdk.core.sims.biases import with_notes
 from qsdk.verbs.doors.choose import Door, Sim, door_of
 from qsdk.verbs.genai import write_folder_for_genai
+from qsdk.verbs.programs import EXECUTORCH, check_program, is_program, write_program_of
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
-from qsdk.verbs.tflite import check_tflite, is_tflite, write_tflite_of
+from qsdk.verbs.tflite import LITERT, check_in_litert, check_tflite, is_tflite, write_tflite_of
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 from torch_bridge.gguf.write import write_gguf
-from torch_bridge.pt2e import write_program
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.adapters import Matrices, active_adapter, adapter_names, matrices_of
 
@@ -137,7 +137,7 @@ def check_parity(
     model: OnnxSource,
     data: Iterable[Any],
     *,
-    runtime: RuntimeName | None = None,
+    runtime: ParityRuntime | None = None,
     **options: Unpack[DataOptions],
 ) -> Report:
     """Compare an exported model with its sim, site by site, each site fed with the sim's own input.
@@ -145,11 +145,13 @@ def check_parity(
     Args:
         sim: of either side.
         model: an exported file, or the model in it; of a `.tflite` file LiteRT's reference kernels and XNNPACK run, and
-            the codes of the former are compared with those that qsdk predicts, which the summary counts.
+            the codes of the former are compared with those that qsdk predicts, which the summary counts; of a `.pt2`
+            file PyTorch runs.
         data: batches.
         runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
-            level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64). The summary names the first site that is
-            more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where the default
+            level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64); `litert` what `format="tflite"` makes of
+            it; `executorch` a `.pt2` file, in XNNPACK's kernels. The summary names the first site that is more than
+            one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where the default
             session may differ from that on this processor, `default_session` in the summary says so.
         options: `forward`, `progress`; see `qsdk.options`.
 
@@ -169,9 +171,15 @@ def check_parity(
         0.0
     """
     run = run_of(check_parity, options)
+    if is_program(model):
+        return check_program(sim, model, data, runtime, run)
     if is_tflite(model):
         return check_tflite(door_of(sim, run), model, data, runtime)
     door, opened = door_of(sim, run), opened_qdq(model)
+    if runtime == LITERT:
+        return check_in_litert(door, opened, data)
+    if runtime == EXECUTORCH:
+        raise ConfigError(f"runtime={runtime!r} runs .pt2 files; export(sim, 'model.pt2', format='pt2e') writes one")
     report = door.check_parity(opened, data, runtime)
     if runtime not in (None, "onnxruntime"):
         return report
@@ -348,7 +356,7 @@ def _as_gguf(asked: _Asked) -> Report:
 
 
 def _as_program(asked: _Asked) -> Report:
-    return write_program(asked.module, asked.plan, asked.encodings, asked.path, check=asked.check)
+    return write_program_of(asked.module, asked.plan, asked.encodings, asked.path, check=asked.check)
 
 
 def _with_methods(report: Report, sim: Sim) -> Report:

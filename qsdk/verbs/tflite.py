@@ -1,6 +1,7 @@
 """`export(sim, "model.tflite", format="tflite")`, and its comparison with the sim."""
 
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.core.run_options import Run
 from qsdk.verbs.doors.choose import Door, Sim, door_of
+
+LITERT = "litert"
 
 
 def is_tflite(model: Any) -> bool:
@@ -35,9 +38,17 @@ def write_tflite_of(sim: Sim, model: ModelProto, path: str | os.PathLike[str], *
 
 def check_tflite(door: Door, path: str | os.PathLike[str], data: Iterable[Any], runtime: str | None) -> Report:
     """Compare a `.tflite` file with its sim; see `check_parity`."""
-    if runtime is not None:
+    if runtime not in (None, LITERT):
         raise ConfigError(f"runtime={runtime!r} does not read .tflite files; leave it out: LiteRT runs them")
     return _compared(door, opened(Path(path)), door.simulated(data))
+
+
+def check_in_litert(door: Door, model: ModelProto, data: Iterable[Any]) -> Report:
+    """Compare what `format="tflite"` makes of a Q/DQ model with its sim; see `check_parity`."""
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
+        path = Path(folder) / "model.tflite"
+        write_tflite(model, path, None)
+        return check_tflite(door, path, data, LITERT)
 
 
 def _compared(door: Door, program: Program, runs: Iterable[Any]) -> Report:

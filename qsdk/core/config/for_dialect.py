@@ -20,6 +20,8 @@ AnyDialect = Dialect | str | os.PathLike[str]
 #: those of them that run here, and those whose times can be taken
 RuntimeName = Literal["onnxruntime", "openvino", "qnn"]
 TimedRuntime = Literal["onnxruntime", "openvino"]
+#: those in which an exported file can be compared with its sim: besides, what runs files of other formats
+ParityRuntime = Literal["onnxruntime", "openvino", "qnn", "litert", "executorch"]
 
 
 def changed_choices(choices: Mapping[str, Any], target: Target) -> dict[str, Any]:

@@ -165,6 +165,16 @@ def test_options_and_runtimes_of_other_formats_are_refused(small, tmp_path):
         qsdk.check_parity(sim, path, [x], runtime="openvino")
 
 
+def test_an_onnx_file_is_compared_as_the_tflite_file_that_it_becomes(small, tmp_path):
+    sim, x, path, _ = small
+    qsdk.export(sim, tmp_path / "model.onnx", dialect="onnx")
+    found = qsdk.check_parity(sim, tmp_path / "model.onnx", [x], runtime="litert", progress=False)
+    direct = qsdk.check_parity(sim, path, [x], progress=False)
+    assert found.title == direct.title
+    assert (found.rows, found.summary) == (direct.rows, direct.summary)
+    assert found.summary["passed"]
+
+
 def test_a_file_that_is_none_and_one_of_another_tool_are_refused(small, tmp_path):
     sim, x, _, _ = small
     (tmp_path / "text.tflite").write_text("this is no such file")

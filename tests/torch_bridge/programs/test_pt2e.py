@@ -11,8 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk import ConfigError, ExportError, calibrate, export, quantize, w4a8, w8a8, w8a16
-from torch_bridge.pt2e import SITES, compare_program
+from qsdk import (
+    ConfigError,
+    ExportError,
+    FileFormatError,
+    ModelError,
+    calibrate,
+    check_parity,
+    export,
+    quantize,
+    w4a8,
+    w8a8,
+    w8a16,
+)
+from torch_bridge.programs.write import SITES
 from torch_bridge.workarounds.decomposed_ops import DEQUANTIZE, DEQUANTIZE_CHANNELS, QUANTIZE
 
 
@@ -183,8 +195,10 @@ def test_a_program_that_computes_something_else_is_refused(tmp_path: Path):
     sim = calibrated(module, x, w8a8())
     export(sim, tmp_path / "m.pt2", format="pt2e")
     changed = calibrated(module, x * 2, w8a8())
-    with pytest.raises(ExportError, match=r"steps off the sim at .*; the file was not written"):
-        compare_program(changed, tmp_path / "m.pt2")
+    for batch in (x, x * 2):  # of the first, no value of the coarser grids is more than a step off
+        report = check_parity(changed, tmp_path / "m.pt2", [batch], progress=False)
+        assert not report.summary["passed"]
+        assert report.rows[0]["note"] == "the program's scale or zero point is not the sim's"
 
 
 @pytest.mark.parametrize(
@@ -256,8 +270,10 @@ def test_a_program_that_lacks_a_site_of_the_sim_does_not_pass(tmp_path: Path) ->
         sim = calibrated(model, x, config)
         if config.rules:
             export(sim, tmp_path / "model.pt2", format="pt2e")
-    with pytest.raises(ExportError, match="the program does not quantize 1:output, which the sim does"):
-        compare_program(sim, tmp_path / "model.pt2")
+    report = check_parity(sim, tmp_path / "model.pt2", [x], progress=False)
+    rows = {row["site"]: row for row in report.rows}
+    assert rows["1:output"]["note"] == "the program does not quantize it, which the sim does"
+    assert not report.summary["passed"]
 
 
 class Halves(nn.Module):
@@ -283,3 +299,77 @@ def test_a_split_along_an_open_axis_stays_a_split(tmp_path):
     program = torch.export.load(tmp_path / "model.pt2").module()
     more = torch.randn(3, 10, 8)
     torch.testing.assert_close(program(more), sim(more), rtol=0, atol=0)
+
+
+class Shared(nn.Module):
+    """Calls two layers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(8, 8), nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.linear(self.conv(self.linear(x).relu())))
+
+
+def test_each_call_of_a_layer_has_its_own_bias_and_of_conv1d_its_own_weight(tmp_path: Path):
+    x = seeded(2, 3, 8)
+    sim = calibrated(Shared().eval(), x, w8a8())
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    program = torch.export.load(tmp_path / "m.pt2")
+    given = [node for node in program.graph.nodes if node.op == "placeholder"]
+    biases = [node for node in given if "bias" in node.name]
+    assert [len(node.users) for node in biases] == [1] * 4
+    assert sorted(name for name in program.state_dict if name.endswith("weight")) == ["conv.weight", "linear.weight"]
+    assert torch.equal(program.state_dict["conv.weight_1"], program.state_dict["conv.weight"])
+    torch.testing.assert_close(program.module()(x), sim(x))
+
+
+def test_a_program_is_compared_on_batches_of_other_lengths(tmp_path: Path):
+    module, x = convolutions()
+    sim = calibrated(module, x, w8a8())
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    report = check_parity(sim, tmp_path / "m.pt2", [x, x[:1]], progress=False)
+    assert report.summary["passed"]
+    rows = {row["site"]: row for row in report.rows}
+    assert rows["input:input"]["elements"] == x.numel() + x[:1].numel()
+    with torch.no_grad():
+        sim.model[0].weight.add_(0.01)
+    report = check_parity(sim, tmp_path / "m.pt2", [x], progress=False)
+    rows = {row["site"]: row["max_lsb"] for row in report.rows}
+    assert not report.summary["passed"]
+    assert rows["0:weight"] > 0
+    assert rows["4:weight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime", "error", "message"),
+    [
+        ("m.pt2", "openvino", ConfigError, "'openvino' does not read programs of PyTorch; choose 'executorch' or None"),
+        ("m.pte", None, FileFormatError, r"holds no sites to compare; give the \.pt2 file that it was made of"),
+        ("m.pt2", "executorch", ConfigError, "needs the package executorch.*install it: pip install --no-deps exec"),
+        ("none.pt2", None, FileFormatError, "cannot read .*none.pt2"),
+        ("other.pt2", None, FileFormatError, "is no program of torch.export"),
+        ("foreign.pt2", None, FileFormatError, "names no sites of qsdk"),
+        ("m.onnx", "executorch", ConfigError, r"runs \.pt2 files; export\(sim, 'model.pt2', format='pt2e'\)"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(name, runtime, error, message, tmp_path: Path):
+    sim, x = calibrated(nn.Linear(4, 4), seeded(2, 4), w8a8()), seeded(2, 4)
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    export(sim, tmp_path / "m.onnx")
+    (tmp_path / "other.pt2").write_bytes(b"PK")
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (x,)), tmp_path / "foreign.pt2")
+    with pytest.raises(error, match=message):
+        check_parity(sim, tmp_path / name, [x], runtime=runtime, progress=False)
+
+
+def test_a_program_of_another_sim_is_refused(tmp_path: Path):
+    x = seeded(2, 4)
+    export(calibrated(nn.Linear(4, 4), x, w8a8()), tmp_path / "m.pt2", format="pt2e")
+    other = calibrated(nn.Sequential(nn.Linear(4, 4)), x, w8a8())
+    with pytest.raises(FileFormatError, match="the sim has not: it is of another sim"):
+        check_parity(other, tmp_path / "m.pt2", [x], progress=False)
+    export(other, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="holds a module of PyTorch"):
+        check_parity(quantize(tmp_path / "m.onnx", None), tmp_path / "m.pt2", [{"input": x.numpy()}], progress=False)
