@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Unpack
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import changed_choices, first_rules, hardware_in, scale_bits_of
+from qsdk.core.config.for_dialect import changed_choices, exact_weights_for, first_rules, hardware_in, scale_bits_of
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -97,6 +97,8 @@ class QuantConfig:
             stays float too.
         integer_ops: ONNX types for which the target has integer kernels; what none of them reads or writes stays float.
             None for all.
+        exact_weights: dtype of the int8 weights of layers that read 8 bits, in the place of int8: that with which the
+            processor's kernels are exact (`for_dialect("onnxruntime", processor=)`); None leaves int8.
         compute: what layers multiply whose weights alone are quantized. "int8": they round their float input to int8,
             for each block of 16 to 256 input channels as the weight has them, else of 32, as ONNX Runtime's fast kernel
             does by itself; "float32" leaves it as it is. None is float32, until `for_dialect("onnxruntime")`.
@@ -136,6 +138,7 @@ class QuantConfig:
     per_channel_activations: bool = False
     only_linear: bool = False
     integer_ops: tuple[str, ...] | None = None
+    exact_weights: DType | None = None
     compute: Compute | None = None
     patterns: tuple[Pattern, ...] = ()
     notes: Report | None = field(default=None, compare=False, repr=False)
@@ -210,8 +213,9 @@ class QuantConfig:
 
         For `onnxruntime`, activations of 8 bits are quantized only where an integer kernel reads or writes them, and
         the other tensors stay float with that reason: a pair around an op in floats only takes time. Int8 weights of
-        layers are made exact on the processors named: x86 without VNNI saturates sums of two products. Layers
-        whose weights alone are quantized compute in int8 (`compute`), unless the config says float32.
+        layers that read 8 bits are made exact on the processors named (`exact_weights`), whichever rule asks for int8:
+        x86 without VNNI saturates sums of two products. Layers whose weights alone are quantized compute in int8
+        (`compute`), unless the config says float32.
 
         `compressed-tensors`, the format of `qsdk.export`, quantizes linear layers alone (`only_linear`): weights, and
         activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float. `gguf`, the format of
@@ -235,15 +239,10 @@ class QuantConfig:
         target = load_target(dialect)
         rules = tuple(replace(r, choices={**r.choices, **changed_choices(r.choices, target)}) for r in self.rules)
         own = {name: getattr(self, name) for name in CHOICES}
-        exact = (self.weight, self.activation, self.block_size) == (int8, uint8, None)
         floats = changed_choices({"activation": self.activation}, target).get("activation", self.activation)
         in_int8 = target.int8_inputs and (floats.kind == "float" or self.dynamic_activations is True)
         compute = self.compute or "int8" if in_int8 and not target.only_linear else self.compute
-        known = {
-            "recurrent": "int8" in (compute, *(rule.compute for rule in self.rules)),
-            "symmetric_weights": self.symmetric_weights is not False,
-        }
-        first = first_rules(target, processor, exact=exact, **known)
+        first, exact = first_rules(target), exact_weights_for(target, processor)
         changed = replace(
             self,
             **changed_choices(own, target),
@@ -252,6 +251,7 @@ class QuantConfig:
             only_linear=self.only_linear or target.only_linear,
             integer_ops=self.integer_ops or target.integer_ops,
             hardware=self.hardware or hardware_in(target, placement),
+            exact_weights=exact if target.weights_by_processor else self.exact_weights,
             compute=None if target.only_linear else compute,  # files for which they are have no field for it
         )
         if target.scale_bits is not None and self.scale_bits is None:

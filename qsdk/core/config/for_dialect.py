@@ -11,7 +11,7 @@ from typing import Any, Literal
 from qsdk.core.config.rules import Rule, make_rule
 from qsdk.core.config.target import Target
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DTYPES, BlockFormat, DType, dtype_named
+from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, int8
 
 #: the dialects of ONNX files that have code of their own, one per runtime, and the standard's own form
 Dialect = Literal["onnxruntime", "onnx", "openvino", "qnn", "tensorrt"]
@@ -62,11 +62,8 @@ def scale_bits_of(choices: Mapping[str, Any], target: Target) -> int | None:
     return min(most, wanted or most)
 
 
-def first_rules(target: Target, processor: str, *, exact: bool, recurrent: bool, symmetric_weights: bool) -> list[Rule]:
-    """Return the rules of a target, which come before those of the user.
-
-    `exact`: int8 weights beside uint8 activations are to be made exact on a processor; `recurrent`: those of LSTMs are.
-    """
+def first_rules(target: Target) -> list[Rule]:
+    """Return the rules of a target, which come before those of the user."""
     rules = [
         make_rule("*", {"op_type": op_type, "fixed_range": interval}, optional=True)
         for op_type, interval in target.fixed_ranges.items()
@@ -76,25 +73,19 @@ def first_rules(target: Target, processor: str, *, exact: bool, recurrent: bool,
     if target.fused_slopes is not None:
         slopes = {"op_type": ("LeakyRelu", "PRelu"), "supergroup": target.fused_slopes}
         rules.append(make_rule("*", slopes, optional=True))
-    weight = _weight_for(target, processor)
-    types = (*("Conv", "Gemm", "MatMul") * exact, *("LSTM",) * recurrent)
-    if types and weight is not None and weight.name != "int8":
-        if weight.exact_sums and not symmetric_weights:
-            weight = DTYPES["int7"]  # where a zero point is part of every code
-        layers = {"op_type": types, "weight": weight, "symmetric_weights": symmetric_weights}
-        rules.append(make_rule("*", layers, optional=True))
     return rules
 
 
-def _weight_for(target: Target, processor: str) -> DType | None:
-    """Return the dtype of int8 weights of layers with which a processor's kernels are exact, None for any dtype."""
+def exact_weights_for(target: Target, processor: str) -> DType | None:
+    """Return the dtype in the place of int8 with which a processor's kernels are exact, None for int8 itself."""
     known = target.weights_by_processor
     if processor not in (*known, "any"):
         raise ConfigError(
             f"unknown processor {processor!r} for the dialect {target.name}; choose "
             f"{'one of ' if known else ''}{', '.join(known) or 'any'}"
         )
-    return dtype_named(known[processor]) if processor in known else None
+    dtype = dtype_named(known[processor]) if processor in known else int8
+    return None if dtype == int8 else dtype
 
 
 def hardware_in(target: Target, placement: str | None) -> str | None:

@@ -153,6 +153,7 @@ _CONFIG_TYPES: Mapping[str, JsonType] = {
     "layers": _LAYERS,
     "only_linear": FLAG,
     "integer_ops": _NAMES,
+    "exact_weights": _DTYPE,
 }
 
 

@@ -78,10 +78,12 @@ def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decisi
     """Return the activations with the operands of every MatMul as the target needs them; ties are kept."""
     target = _target_of(context.config)
     result, members = dict(activations), dict[str, list[int]]()
-    if target is None or target.second_operand == "free":
-        return result
     for tensor, decision in activations.items():
         members.setdefault(decision.encoding_site, []).append(tensor)
+    if context.config.exact_weights is not None:
+        _unsign_second_operands(context, result, members)
+    if target is None or target.second_operand == "free":
+        return result
     # later ops first: a raised operand may be the second one of an earlier MatMul, and then raises another
     waiting = [index for index, op in enumerate(context.graph.ops) if op.type == "MatMul"]
     changed = True
@@ -92,6 +94,28 @@ def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decisi
     return result
 
 
+def _unsign_second_operands(
+    context: PlanningContext, decisions: dict[int, Decision], members: Mapping[str, list[int]]
+) -> None:
+    """Make second operands of products, which may hold any codes, uint8: the kernels of int8 add pairs in 16 bits.
+
+    Keys and values of a cache keep the dtype in which files take them: what stands between makes them unsigned.
+    """
+    for op in context.graph.ops:
+        homes = [quantized_at(context, t, decisions) for t in op.inputs] if op.type == "MatMul" else []
+        specs = [None if home is None else decisions[home].spec for home in homes]
+        if not homes or any(spec is None or not spec.dtype.is_integer or spec.dtype.bits != 8 for spec in specs):
+            continue
+        home, spec = homes[1], specs[1]
+        assert home is not None
+        assert spec is not None
+        shared = members[decisions[home].encoding_site]
+        cached = context.config.has_kv_cache and any(decisions[tensor].kind == "input" for tensor in shared)
+        if spec.dtype.signed and not cached:
+            why = "8-bit kernels are exact with it on every processor"
+            _set_spec(decisions, shared, replace(spec, dtype=DTYPES["uint8"]), why)
+
+
 def _constrain(
     context: PlanningContext,
     matmul: int,
@@ -99,7 +123,7 @@ def _constrain(
     members: Mapping[str, list[int]],
     target: Hardware,
 ) -> bool:
-    homes = [_quantized_at(context, tensor, decisions) for tensor in context.graph.ops[matmul].inputs]
+    homes = [quantized_at(context, tensor, decisions) for tensor in context.graph.ops[matmul].inputs]
     specs = [None if home is None else decisions[home].spec for home in homes]
     if len(homes) != 2 or any(spec is None or not spec.dtype.is_integer for spec in specs):
         return False
@@ -129,7 +153,7 @@ def _constrain(
     return changed
 
 
-def _quantized_at(context: PlanningContext, tensor: int | None, decisions: Mapping[int, Decision]) -> int | None:
+def quantized_at(context: PlanningContext, tensor: int | None, decisions: Mapping[int, Decision]) -> int | None:
     """Return the tensor whose encoding an operand has, its own or that of its source; None if it is stored."""
     current = tensor
     while current is not None and current in decisions and not decisions[current].quantized:

@@ -17,7 +17,7 @@ from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.islands import with_islands
 from qsdk.core.planning.plan import WHOLE, Decision, Plan
-from qsdk.core.planning.stored import plan_stored, with_look_ups
+from qsdk.core.planning.stored import plan_stored, stands_for, with_look_ups
 from qsdk.core.planning.turning import with_turning
 from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
 
@@ -232,6 +232,8 @@ def _has(decision: Decision, wanted: DType) -> bool:
     """Return whether a site has a dtype, or, where a range found while the model runs decides on it, any."""
     if wanted.kind == "float":
         return decision.spec == float_spec(wanted, decision.tensor_type)
+    if decision.kind == "weight" and decision.spec is not None:
+        return stands_for(decision.spec.dtype, wanted)
     return (
         decision.dynamic or decision.tied_dynamically or (decision.spec is not None and decision.spec.dtype == wanted)
     )

@@ -8,7 +8,7 @@ from qsdk.core.config.rules import Shape
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph, Tensor
 from qsdk.core.graph.op_facts import LINEAR, RECURRENT
-from qsdk.core.numerics.dtypes import DTYPES, BlockFormat, DType, int8, int8_exact, int32, level_dtype, uint8
+from qsdk.core.numerics.dtypes import DTYPES, BlockFormat, DType, int8, int32, level_dtype
 from qsdk.core.numerics.spec import (
     Granularity,
     Kind,
@@ -22,7 +22,8 @@ from qsdk.core.numerics.spec import (
     whole_blocks,
 )
 from qsdk.core.planning.context import PlanningContext
-from qsdk.core.planning.hardware import has_one_table, only_kernels
+from qsdk.core.planning.fast_table import LAYERS_ON_CODES
+from qsdk.core.planning.hardware import has_one_table, only_kernels, quantized_at
 from qsdk.core.planning.operands import StoredOperand, is_scalar
 from qsdk.core.planning.placement import NO_KERNEL, NOT_OF_TARGET, has_kernel
 from qsdk.core.planning.plan import Decision
@@ -30,6 +31,7 @@ from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.site import owner_of
 
 _WITH_MATRICES = LINEAR | RECURRENT | {"Einsum"}
+_INT8 = (int8, int8.strict)
 _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "scale_bits")
 
 
@@ -89,18 +91,36 @@ def _as_its_rows(context: PlanningContext, root: int, activations: Mapping[int, 
     return wanted if wanted.dtype.bits == spec.dtype.bits and spec.dtype.is_integer else spec
 
 
-def _as_its_layers(context: PlanningContext, root: int, spec: Spec, *, wide: bool) -> Spec:
-    """Return the spec of a table of int8 in the dtype in which the layers that multiply with it are exact.
+def _exact_for_kernels(
+    context: PlanningContext, root: int, spec: Spec | None, activations: Mapping[int, Decision]
+) -> Spec | None:
+    """Return the spec of an int8 weight or table in the dtype with which 8-bit kernels that multiply it are exact."""
+    exact = context.config.exact_weights
+    if exact is None or spec is None or spec.dtype not in _INT8 or isinstance(spec.granularity, PerBlock):
+        return spec
+    if not any(_in_8_bits(context, op, operand, activations) for op, operand in context.readers[root]):
+        return spec
+    if exact.exact_sums and not spec.symmetric:
+        exact = DTYPES["int7"]  # where a zero point is part of every code
+    return replace(spec, dtype=exact.strict if exact.signed and spec.dtype != int8 else exact)
 
-    That of their rule for a processor; beside narrower weights, which are exact by themselves, `int8_exact`.
-    """
-    layers = [op for op, operand in context.readers[root] if context.is_linear(op, operand)]
-    for op in layers:
-        wanted = context.resolver.at(context.stored_place(op, root)).wanted
-        symmetric = wanted.symmetric_weights is not False
-        if wanted.weight in ((int8_exact, uint8) if symmetric else (DTYPES["int7"], uint8)):
-            return replace(spec, dtype=_dtype(wanted), symmetric=symmetric)
-    return replace(spec, dtype=int8_exact) if layers and wide and only_kernels(context.config) else spec
+
+def stands_for(dtype: DType, wanted: DType) -> bool:
+    """Return whether a weight has the dtype that a rule asks for, or the exact one in the place of int8."""
+    return dtype == wanted or (wanted in _INT8 and (dtype.exact_sums or dtype.container == "uint8" or dtype.bits == 7))
+
+
+def _in_8_bits(context: PlanningContext, op: int, operand: StoredOperand, activations: Mapping[int, Decision]) -> bool:
+    """Return whether a layer multiplies a stored tensor with codes of 8 bits or fewer."""
+    made = context.graph.ops[op]
+    if made.type == "LSTM":  # its kernel rounds input and state by itself
+        return context.resolver.at(context.stored_place(op, operand.root)).wanted.compute == "int8"
+    if made.type not in LAYERS_ON_CODES or operand.role != "weight":
+        return False
+    others = [tensor for tensor in made.inputs[:2] if tensor != operand.tensor]
+    homes = [quantized_at(context, tensor, activations) for tensor in others]
+    specs = [activations[home].spec for home in homes if home is not None]
+    return None in homes or any(spec is not None and _narrow_integer(spec.dtype) for spec in specs)
 
 
 def _require_whole_blocks(decisions: Iterable[Decision]) -> None:
@@ -160,8 +180,7 @@ def _stored(
     spec = _spec(operand, role, wanted, facts, wide=wide)
     if spec is not None and role == "embedding" and wanted.symmetric_weights is None and not choice.is_named("weight"):
         spec = _as_its_rows(context, operand.root, activations, spec)
-    if spec is not None and role == "embedding" and spec.dtype == int8 and not choice.is_named("weight"):
-        spec = _as_its_layers(context, operand.root, spec, wide=wide)
+    spec = _exact_for_kernels(context, operand.root, spec, activations)
     if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
         return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
     if spec is not None and not has_kernel(context, op):
@@ -170,6 +189,8 @@ def _stored(
     if spec is not None and in_floats and _has_no_kernel(context, op, role, activations):
         return replace(bare, reason=NO_KERNEL)
     kept = f"; 8 bits: {wanted.weight} is for weights of layers, unless a rule names this one" if wide else ""
+    if spec is not None and spec.dtype == context.config.exact_weights:
+        kept += f"; {spec.dtype}, with which the 8-bit kernels of its processor are exact"
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role + kept)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from hypothesis import given
@@ -155,7 +156,10 @@ class Tied(torch.nn.Module):
         (replace(qsdk.w8a8(), symmetric_weights=False), "any", "int7"),
         (qsdk.w8a8(), "avx2", "uint8"),
         (qsdk.w8a8(), "vnni", "int8"),
-        (qsdk.w8a8().override("words", weight="int8"), "any", "int8"),
+        (qsdk.w8a8().override("words", weight="int8"), "any", "int8_exact"),
+        (qsdk.w8a8().override("words", weight="int8_strict"), "any", "int8_exact_strict"),
+        (qsdk.w4a8(), "vnni", "int8"),
+        (qsdk.w8a16(), "any", "int8"),  # multiplied in floats
     ],
 )
 def test_a_table_that_a_layer_multiplies_with_is_as_exact_as_the_layer(config, processor, dtype, tmp_path):
@@ -169,6 +173,115 @@ def test_a_table_that_a_layer_multiplies_with_is_as_exact_as_the_layer(config, p
     tables = [codes for codes in stored if codes.size == 60 * 16 and codes.dtype == np.int8]
     saturating = [saturates(codes, at) for codes in tables for at in (0, 1)]
     assert any(saturating) == (dtype == "int8")
+
+
+class Everything(torch.nn.Module):
+    """Each layer that ONNX Runtime has 8-bit kernels for, a product of two activations, and a tied table."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.conv = torch.nn.Embedding(40, 16), torch.nn.Conv1d(16, 16, 3, padding=1)
+        self.cells, self.gates = torch.nn.LSTM(16, 16, batch_first=True), torch.nn.GRU(16, 16, batch_first=True)
+        self.middle, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 40, bias=False)
+        self.head.weight = self.words.weight
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.copy_(weight.sign() * (0.2 + weight.abs()))
+
+    def forward(self, ids):
+        """Give a score for each word."""
+        x = torch.relu(self.conv(self.words(ids).transpose(1, 2))).transpose(1, 2)
+        x = self.gates(self.cells(x)[0])[0]
+        x = x + (x @ x.transpose(1, 2)).softmax(-1) @ x
+        return self.head(self.middle(x).relu())
+
+
+def kernels_of(path):
+    """What an ordinary session makes of a file: the nodes, the stored tensors, and the dtype of each zero point."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(path.with_suffix(".optimized.onnx")), 3
+    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    graph = onnx.load(options.optimized_model_filepath).graph
+    return graph.node, {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+
+#: kernel -> (inputs that are second operands, output channels' axis)
+SECOND = {
+    "QLinearConv": ((3,), 0),
+    "ConvInteger": ((1,), 0),
+    "QLinearMatMul": ((3,), -1),
+    "MatMulInteger": ((1,), -1),
+    "MatMulIntegerToFloat": ((1,), -1),
+    "DynamicQuantizeMatMul": ((1,), -1),
+    "QGemm": ((3,), -1),
+    "DynamicQuantizeLSTM": ((1, 2), -1),
+}
+POINT = {"QLinearMatMul": 5, "MatMulInteger": 3, "MatMulIntegerToFloat": 5, "DynamicQuantizeMatMul": 3}
+
+
+def second_operands(nodes, stored):
+    """Yield (kernel, whether some codes of its second operand saturate a sum of two products on x86 without VNNI).
+
+    Codes that are found while the model runs may be any: they are exact where they are unsigned.
+    """
+    for node in nodes:
+        at, axis = SECOND.get(node.op_type, ((), 0))
+        for name in (node.input[index] for index in at):
+            turned = any(entry.name == "transB" and entry.i for entry in node.attribute)
+            if name not in stored:
+                point = stored.get(node.input[POINT[node.op_type]])  # that of DynamicQuantizeLinear is unsigned
+                yield node.op_type, point is not None and point.dtype == np.int8
+            elif stored[name].dtype == np.int8:
+                matrices = stored[name].reshape(-1, *stored[name].shape[-2:]) if axis else [stored[name]]
+                yield node.op_type, any(saturates(codes, 0 if turned or not axis else 1) for codes in matrices)
+            else:
+                yield node.op_type, False
+
+
+CONFIGS = {
+    "w8a8": qsdk.w8a8(),
+    "w4a8": qsdk.w4a8(),
+    "raised": qsdk.w4a8().override("middle", weight="int8").override("head", weight="int8"),
+    "lowered": qsdk.w8a16().override("*", activation="uint8"),
+    "asymmetric": replace(qsdk.w8a8(), symmetric_weights=False),
+    "strict": replace(qsdk.w8a8(), weight="int8_strict"),
+    "signed": qsdk.QuantConfig(activation="int8"),
+    "mixed operands": qsdk.w8a8().override("*", op_type="Transpose", activation="int8"),
+    "per tensor": replace(qsdk.w8a8(), per_channel=False),
+    "dynamic": qsdk.QuantConfig(dynamic_activations=True),
+    "dynamic int4": qsdk.QuantConfig(weight="int4", dynamic_activations=True),
+    "weights alone": qsdk.weight_only("int8", compute="int8"),
+}
+
+
+@pytest.mark.spread(8)
+@pytest.mark.parametrize("placement", ["kernels", "all"])
+@pytest.mark.parametrize("processor", ["any", "avx2"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_file_for_a_processor_without_vnni_can_saturate_there(name, processor, placement, tmp_path):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 40, (2, 6))
+    config = CONFIGS[name].for_dialect("onnxruntime", processor=processor, placement=placement)
+    sim = qsdk.quantize(Everything(), ids, config)
+    qsdk.calibrate(sim, [ids], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    found = list(second_operands(*kernels_of(tmp_path / "model.onnx")))
+    assert len({kernel for kernel, _ in found}) >= (1 if name == "weights alone" else 2)
+    assert [kernel for kernel, wrong in found if wrong] == []
+
+
+def test_the_check_for_saturation_sees_the_kernels_of_int8(tmp_path):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 40, (2, 6))
+    seen = {}
+    for name, placement in (("w8a8", "kernels"), ("dynamic", "kernels"), ("signed", "all")):
+        config = CONFIGS[name].for_dialect("onnxruntime", processor="vnni", placement=placement)
+        sim = qsdk.quantize(Everything(), ids, config)
+        qsdk.calibrate(sim, [ids], progress=False)
+        qsdk.export(sim, tmp_path / "model.onnx")
+        for kernel, wrong in second_operands(*kernels_of(tmp_path / "model.onnx")):
+            seen[kernel] = seen.get(kernel, False) or wrong
+    assert all(seen.values())
 
 
 def test_weights_that_were_changed_under_frozen_scales_are_refused(tmp_path):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from onnx_backend.runtimes import runner
 from onnx_backend.runtimes.openvino import OpenVinoRunner
 from onnx_backend.runtimes.qnn import QnnRunner
 from onnx_backend.runtimes.registry import open_in
+from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.exact_sums import are_exact
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
@@ -205,24 +205,17 @@ def test_rules_of_a_config_are_changed_for_a_dialect_too():
 @pytest.mark.parametrize(
     ("processor", "weight"), [("any", "int8_exact"), ("avx2", "uint8"), ("vnni", None), ("arm64", None)]
 )
-def test_for_onnxruntime_weights_are_exact_on_the_processor_unless_a_rule_says_otherwise(processor, weight):
+def test_a_config_for_onnxruntime_says_what_int8_weights_of_layers_become(processor, weight):
     def changed(config):
         return config.for_dialect("onnxruntime", processor=processor)
 
     config = changed(qsdk.w8a8().override("head", weight="int8"))
     assert changed(config) == config
     assert config.hardware == "onnxruntime"
-    first = [rule for rule in config.rules if rule.optional and rule.weight is not None]
-    assert [str(rule.weight) for rule in first] == ([] if weight is None else [weight])
-    assert str(config.rules[-1].weight) == "int8"
-    if weight is not None:
-        asymmetric = changed(replace(qsdk.w8a8(), symmetric_weights=False))
-        found = [(str(rule.weight), rule.symmetric_weights) for rule in asymmetric.rules if rule.weight is not None]
-        assert found == [("int7" if processor == "any" else weight, False)]
-    for other in (qsdk.w8a16(), qsdk.w4a8(), qsdk.weight_only("int8"), qsdk.w8a8(block_size=16)):
-        ruled = [rule.op_type for rule in changed(other).rules if rule.weight is not None]
-        rounds = weight is not None and changed(other).compute == "int8"  # an LSTM then reads codes in each step
-        assert ruled == [("LSTM",)] * rounds
+    assert config.exact_weights == (None if weight is None else dtype_named(weight))
+    assert [str(rule.weight) for rule in config.rules] == ["int8"]
+    assert config.for_dialect("onnxruntime", processor="vnni").exact_weights is None
+    assert config.for_dialect("openvino").exact_weights == config.exact_weights
 
 
 def test_a_processor_or_placement_that_is_not_known_is_refused():
