@@ -124,14 +124,14 @@ def _ends_process(model: ModelProto) -> Iterator[Finding]:
 
 
 def _headers(model: ModelProto) -> ModelProto:
-    """Return the model with only names, types and shapes of its large weights; parameters and biases are whole."""
+    """Return the model with only names, types and shapes of its large weights; parameters of quantizers are whole."""
     light = skeleton(model)
     known = initializers(light.graph)
     whole = {name for node in model.graph.node if is_quantizer(node) for name in node.input[1:]}
     for tensor in model.graph.initializer:
         if tensor.name in known:
             continue
-        if tensor.name in whole or len(tensor.dims) <= 1:
+        if tensor.name in whole:
             light.graph.initializer.append(tensor)
         else:
             light.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)

@@ -219,6 +219,16 @@ def test_a_scale_of_zero_forgets_the_integers():
     require_near(found, integers, values * 0.7)
 
 
+@pytest.mark.parametrize("bound", [1e-15, 1e-9, 1e-3])
+def test_a_bound_far_below_a_step_keeps_a_value_from_zero(bound):
+    values = np.arange(256)
+    found, integers = integers_of(lambda ctx, x: to_fixed.clip(ctx, x, bound, math.inf), values, scales=[1 / 255])
+    require_near(found, integers, np.maximum(values / 255, bound))
+    assert 0 < found.lo
+    assert found.hi < 1 << 62
+    assert abs(integers[0] * found.scale / bound - 1) < 2.0**-5
+
+
 def test_a_small_epsilon_does_not_vanish():
     values = np.array([0, 1, 1 << 24])
     found, integers = integers_of(fixed_arithmetic.single_scale, values, scales=[1e-3], constants=[1e-12])

@@ -255,6 +255,24 @@ def test_the_stated_error_bounds_the_measured_one(scales, transformation):
         assert row["error_bound"] < 1e-6
 
 
+def test_sums_of_more_than_31_bits_are_rounded_to_the_nearest():
+    model = network(
+        [1, 1, 1, 64], scales=[1, 1, 1, 1.37], encoding=(1.0, 0, UINT16), out=(1.0, 0, UINT16), mode="linear",
+        coordinate_transformation_mode="asymmetric",
+    )  # fmt: skip
+    result = convert(model)
+    row = result.certificate["requantizations"][0]
+    geometry = Geometry(0, 64, 87, Fraction(float(np.float32(1.37))), "asymmetric")
+    for seed in range(3):
+        codes = np.random.default_rng(seed).integers(0, 65536, 64)
+        feeds = {"x": codes.reshape(1, 1, 1, 64).astype(np.float32)}
+        sums = run_reference(result.model, feeds, every_tensor=True)[row["accumulators"][0]].reshape(-1)
+        exact = exact_interpolation(codes, [geometry])
+        unit = Fraction(row["multipliers"][0][0])
+        assert max(abs(int(s) * unit - x) for s, x in zip(sums, exact, strict=True)) <= row["error_bound"]
+    assert row["error_bound"] < 5e-5
+
+
 @pytest.mark.parametrize("room", [255, 4000, 1 << 20])
 @pytest.mark.parametrize(("n", "m"), list(product((1, 2, 5, 30), (1, 2, 7, 61))))
 def test_taps_are_exact_or_state_their_error(n, m, room):
