@@ -126,7 +126,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-@pytest.mark.slow
 def test_a_recurrent_layer_computes_in_float32_and_is_rounded(tmp_path):
     torch.manual_seed(0)
     model, x = Recurrent().eval(), torch.randn(2, 5, 8)
