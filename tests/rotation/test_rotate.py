@@ -12,6 +12,7 @@ from torch import nn
 import qsdk
 from qsdk import ConfigError, FileFormatError, ModelError
 from qsdk.verbs.doors.choose import door_of
+from qsdk.verbs.rotate import SampledRows
 
 STREAM, HEADS = "residual stream", "attention values"
 #: model -> how many norms are folded into their layers; None where the residual stream cannot be rotated
@@ -209,3 +210,16 @@ def test_what_is_asked_for_wrongly():
     with pytest.raises(ConfigError, match="expected a sim"):
         qsdk.rotate(nn.Linear(4, 2))
     assert list(qsdk.rotate(sim).rows) == []  # nothing to rotate is no error
+
+
+def test_a_sample_of_rows_holds_the_largest_and_as_many_others_however_much_comes():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(3000, 4)).astype(np.float32)
+    sample = SampledRows(0)
+    for part in np.split(rows, 3):
+        sample.add(part)
+    found = sample.rows()
+    assert len(found) == 512
+    largest = rows[np.argsort(-np.abs(rows).max(axis=1))[:256]]
+    assert {row.tobytes() for row in largest} == {row.tobytes() for row in found[:256]}
+    assert {row.tobytes() for row in found} <= {row.tobytes() for row in rows}

@@ -224,7 +224,7 @@ def test_a_bound_far_below_a_step_keeps_a_value_from_zero(bound):
     values = np.arange(256)
     found, integers = integers_of(lambda ctx, x: to_fixed.clip(ctx, x, bound, math.inf), values, scales=[1 / 255])
     require_near(found, integers, np.maximum(values / 255, bound))
-    assert 0 < found.lo
+    assert found.lo > 0
     assert found.hi < 1 << 62
     assert abs(integers[0] * found.scale / bound - 1) < 2.0**-5
 

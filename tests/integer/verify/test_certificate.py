@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from firmware_models import MODELS, cnn, residual, sixteen_bits
+from integer_comparison import compare
 from integer_models import INT8, Net
 
 import qsdk
@@ -86,6 +87,15 @@ def test_the_bias_counts(tmp_path):
     assert row["accumulator_measured"] == 70
 
 
+def test_a_bias_on_another_grid_than_the_accumulator_s_keeps_its_value():
+    net = Net()
+    x = net.qdq(net.input([3, 4]), 1e-4, 0)
+    weight = net.op("DequantizeLinear", net.const(np.full((4, 2), 9, np.int8)), net.const(np.float32(1e-3)))
+    bias = net.op("DequantizeLinear", net.const(np.array([50, -700], np.int32)), net.const(np.float32(3e-7)))
+    net.output(net.qdq(net.op("Gemm", x, weight, bias), 2e-6, 120), [3, 2])
+    compare(net.model(), {"x": np.random.default_rng(0).uniform(0, 0.0255, (3, 4)).astype(np.float32)})
+
+
 def test_a_wrong_bound_of_any_tensor_is_refused():
     model, _ = cnn()
     result = convert(model)
@@ -105,6 +115,13 @@ def test_indices_of_the_measurement_lie_in_the_tables_that_they_reach_behind_cho
         net.op("Gather", net.const(table), indices)
     net.output(net.op("GatherND", net.const(np.ones(10, np.float32)), net.op("Unsqueeze", ids, net.const([2]))), [4, 3])
     assert index_bounds(net.model()) == {"ids": 7}
+
+
+def test_a_table_whose_length_is_open_bounds_no_index():
+    net = Net()
+    ids = net.input([4], "ids", onnx.TensorProto.INT64)
+    net.output(net.op("Gather", net.input(["n", 2]), ids), [4, 2])
+    assert index_bounds(net.model()) == {}
 
 
 def test_a_bound_that_is_too_small_by_one_is_refused():

@@ -325,6 +325,16 @@ def test_an_uncalibrated_forward_names_the_site():
     assert "0 of " in repr(sim)
 
 
+def test_an_export_before_calibration_names_the_first_sites_and_counts_the_others(tmp_path):
+    for depth, named in (
+        (1, r"no encoding: \S+, [^;]*[^0-9]; call"),
+        (6, r"no encoding: (\S+, ){7}\S+ and \d+ more; call"),
+    ):
+        sim = sim_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))), seeded(2, 4))
+        with pytest.raises(CalibrationError, match=named):
+            qsdk.export(sim, tmp_path / "model.onnx")
+
+
 def test_sites_that_the_example_reached_and_no_batch_are_named():
     sim = sim_of(TracedOnly(), seeded(2, 4))
     with pytest.raises(CalibrationError, match=r"no batch reached x:input.*; calibrate with data that takes"):
