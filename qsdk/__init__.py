@@ -12,8 +12,8 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     calibrate   calibrate reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
     train       distill_loss; in qsdk.train: callbacks Distilled freeze_ranges tune_ranges
-    decide      sensitivity mixed_precision autoquant; in qsdk.analysis: advise error_by_position
-                next_token_agreement perplexity profile
+    decide      sensitivity mixed_precision autoquant; in qsdk.analysis: accumulators advise
+                error_by_position next_token_agreement perplexity profile
     export      export validate session
     prove       check_parity compare report
     integers    to_integer

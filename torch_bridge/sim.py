@@ -44,6 +44,7 @@ from torch_bridge.torch_values.layers import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
 from torch_bridge.torch_values.sharding import require_not_sharded
 from torch_bridge.tracing.trace import Trace, fingerprint, trace_marked
+from torch_bridge.training.accumulators import limited_sums, write_limited
 from torch_bridge.training.training import (
     ScheduleState,
     active_norms,
@@ -191,6 +192,7 @@ class QuantSim(StatefulSim):
         self.__dict__.update(state)
         fold_norms(self.model)  # a copy is not in the training block of the original
         leave_training(self.model, list(self.quantizers.values()))
+        write_limited(self)
         self.given.end_recording(self.model)
         guard_values(self.model, self._frozen_values, lambda: self._frozen_values)  # copied tensors have no hooks
         link_sim(self.model, self)
@@ -339,6 +341,8 @@ class QuantSim(StatefulSim):
         freeze_bn_after: float | None = None,
         compile_kernels: bool = False,
         schedules: Sequence[Callable[["QuantSim", int], None]] = (),
+        accumulator_bits: int | None = None,
+        accumulator_tile: int | None = None,
     ) -> Iterator[nn.Module]:
         """Train: inside the block `sim.model` is in train mode; afterwards in eval mode with ranges fixed.
 
@@ -356,10 +360,16 @@ class QuantSim(StatefulSim):
                 torch.compile (seconds, once per process); where that does not work, a warning, and training goes on
                 without. Forward passes are bit-identical. Of no use to a model that is compiled whole.
             schedules: called with the sim and the optimizer steps so far: 0 at the start, and after every step.
+            accumulator_bits: weights are read so that no sum of products of a layer with integer inputs leaves a signed
+                accumulator of so many bits, for any input on its grid; the bias is added outside of it (A2Q+, Colbert
+                et al. 2024). At the start their scales are fitted to that, and at the end the weights are stored as
+                they were read, with frozen scales. None for any sum. `qsdk.analysis.accumulators` shows the sums.
+            accumulator_tile: products that such an accumulator adds up, whose result goes to a wide one; None for all.
 
         Raises:
             CalibrationError: a scale or zero point that is to be learned has not been calibrated.
-            ConfigError: an unknown gradient, no number of steps, or a block inside of another one.
+            ConfigError: an unknown gradient, no number of steps, a block inside of another one, or layers that cannot
+                have such accumulators.
             ModelError: the forward pass writes over a quantized weight in train mode.
         """
         if isinstance(self.runtime.schedule_state, ScheduleState):
@@ -375,6 +385,7 @@ class QuantSim(StatefulSim):
         entering = ExitStack()
         entering.enter_context(self.alone())
         with (
+            limited_sums(self, accumulator_bits, accumulator_tile),
             entering,
             holding_values(self.model, self.frozen_values),
             self.given.recording_changes(self.model, rounds=False, moved=lambda: self.original_biases.clear()),

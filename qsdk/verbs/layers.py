@@ -13,9 +13,11 @@ from qsdk.algorithms.solvers import gptq as gptq_solver
 from qsdk.algorithms.solvers import seq_mse as seq_mse_solver
 from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.algorithms.solvers.rounding import BLOCK
+from qsdk.core.layers.accumulators import require_bits, require_fits, require_room
 from qsdk.core.layers.layer_problem import Solution
 from qsdk.core.report import Report
 from qsdk.core.run_options import LayerOptions, Run, run_of
+from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs.doors.choose import Sim, door_of
 
 _ALL = GatherOptions()
@@ -135,6 +137,8 @@ def gptq(
     scales: gptq_solver.Scales = "search",
     sweeps: int = 1,
     shift_bias: bool = True,
+    accumulator_bits: int | None = None,
+    accumulator_tile: int | None = None,
     **options: Unpack[LayerOptions],
 ) -> Report:
     """Round weights one input at a time; the remaining inputs make up for the error so far (Frantar et al. 2022, GPTQ).
@@ -149,6 +153,10 @@ def gptq(
         scales: `search` also multiplies each channel's scales by the best of some factors; `fixed` keeps them.
         sweeps: of coordinate descent afterwards, at most; 0 for GPTQ alone.
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
+        accumulator_bits: no sum of products of a layer with integer inputs leaves a signed accumulator of so many bits,
+            for any input on its grid; the bias is added outside of it (Colbert et al. 2024, AXE). None for any sum.
+            The report has `accumulator_bound` and `accumulator_bits` of each layer, as `qsdk.analysis.accumulators`.
+        accumulator_tile: products that such an accumulator adds up, whose result goes to a wide one; None for all.
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
             solved layers, from which a second run continues. And `all_experts`: whether experts of a mixture that got
             fewer tokens than they have inputs are solved with all tokens, for which each token runs through every
@@ -157,7 +165,8 @@ def gptq(
     Raises:
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take; the sim is unchanged.
-        ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
+        ConfigError: an option that does not exist or is out of its range, the checkpoint of another run, or layers
+            that cannot have such accumulators; the sim is unchanged.
 
     Examples:
         >>> import torch, qsdk
@@ -169,7 +178,27 @@ def gptq(
     run = run_of(gptq, options)
     choices: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "damping": damping}
     choices |= {"scales": scales, "sweeps": sweeps, "shift_bias": shift_bias}
-    return solve_each_layer(sim, data, gptq_solver.solve, "GPTQ", "gptq", run, choices)
+    bits, tile = accumulator_bits, accumulator_tile
+    require_bits(bits, tile)
+    if bits is None:
+        return solve_each_layer(sim, data, gptq_solver.solve, "GPTQ", "gptq", run, choices)
+    choices |= {"accumulator_bits": bits, "accumulator_tile": tile}
+    require_room(sim, bits, tile)
+    with put_back_on_error(sim, weights=True):
+        report = solve_each_layer(sim, data, gptq_solver.solve, "GPTQ", "gptq", run, choices)
+        return _with_accumulators(report, require_fits(sim, bits, tile))
+
+
+def _with_accumulators(report: Report, found: Report) -> Report:
+    """Return a report on layers, with what the accumulator of each needs."""
+    needs = {row["site"]: row for row in found.rows}
+
+    def of(site: str) -> dict[str, Any]:
+        row = needs.get(site, {})
+        return {"accumulator_bound": row.get("bound"), "accumulator_bits": row.get("bits")}
+
+    rows = [{**row, **of(row["site"])} for row in report.rows]
+    return Report(report.title, rows, {**report.summary, "accumulator_bits": found.summary["bits"]})
 
 
 def solve_each_layer(

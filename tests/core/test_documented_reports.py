@@ -43,6 +43,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], qsdk.Re
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     sim, folder = qsdk.quantize(model, X, qsdk.w4a8()), tmp_path_factory.mktemp("reports")
     done = {"calibrate": qsdk.calibrate(sim, [X], progress=False), "sim.coverage": sim.coverage()}
+    done["accumulators"] = qsdk.analysis.accumulators(sim)
     exported(sim, folder, done)
     done["tune_ranges"] = qsdk.train.tune_ranges(sim, [X], steps=2, progress=False)
     done["error_by_position"] = qsdk.analysis.error_by_position(

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qsdk.core.errors import CalibrationError
+from qsdk.core.layers.layer_problem import WeightLayout
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.block_scales import EXPONENT_BITS, last_place
 from qsdk.core.numerics.dtypes import BlockFormat, DType, float8e4m3fn, float8e8m0, int8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
+from qsdk.core.numerics.sum_limits import SumLimit
 from qsdk.core.planning.plan import WHOLE, Decision
 from torch_bridge.quantizers.fake_quant import (
     CompiledKernels,
@@ -113,6 +115,7 @@ class Quantizer:
         kernels: compiled kernels to use while it is trained (`FakeQuantGrid.kernels`).
         keeps_result: whether nothing writes over its result (`FakeQuantGrid.keeps_result`).
         copies_input: whether the backward pass needs a copy of what it gets, because that is written over later.
+        limit: of the sums of a weight's codes, with its layout, while it is trained; None for none.
     """
 
     def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
@@ -123,6 +126,7 @@ class Quantizer:
         self.factors: tuple[Quantizer, Quantizer] | None = None
         self.frozen = self.clipped_only = self.keeps_result = self.copies_input = False
         self.kernels: CompiledKernels | None = None
+        self.limit: tuple[WeightLayout, SumLimit] | None = None
         shape = None if decision.kind in ("weight", "bias") else decision.shape
         # taken from the example's shape, because not every activation has the batch in front
         self._features = None if shape is None else math.prod([n for n in shape[1:] if isinstance(n, int)])
@@ -229,6 +233,10 @@ class Quantizer:
         if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._align(scale, x), spec.dtype)
         dtype = spec.dtype
+        if self.limit is not None:
+            layout, limit = self.limit
+            matrix, scales = (layout.to_matrix(t.detach()) for t in (x, self._align(scale, x).expand_as(x)))
+            x = in_place_of(x, layout.from_matrix(limit.within(matrix, scales, dtype.lo, dtype.hi)))
         if self.factors is not None:
             return fake_quantize_bias(x, self._align(scale, x), dtype.lo, dtype.hi)
         grid = self._grid(self._elements(x) / scale.numel(), dtype)

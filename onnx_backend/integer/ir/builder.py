@@ -173,6 +173,8 @@ def _row(
         "form": "fixed point",
         "tensor": codes,
         "accumulators": [term.name for term in value.terms],
+        # without the bias
+        "accumulator_bounds": [max(int(np.max(term.hi)), -int(np.min(term.lo))) for term in value.terms],
         "accumulator_bound": fixed.bound,
         "multipliers": ratios,
         "mantissas": [np.asarray(m).reshape(-1).tolist() for m in fixed.mantissas],

@@ -390,5 +390,6 @@ def _problem(layer: Layer, walk: Walk, weight: Tensor, sums: Sums, part: slice, 
         sums.mean_quantized,
         activation=layer.activation,
         bias=None if bias is None else as_tensor(bias).reshape(layout.matrix_shape[:2]).to(weight.device),
+        input_steps=layer.input_steps,
         **others,
     )

@@ -22,14 +22,18 @@ from qsdk.algorithms.solvers.rounding import (
     order_by_diagonal,
 )
 from qsdk.core.errors import ConfigError
+from qsdk.core.layers.accumulators import fitted_encoding, limit_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import changed_block_scales, round_up_to_digits
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.sum_limits import SumLimit
 
 Scales = Literal["search", "fixed"]
 SCALES = ("search", "fixed")
 #: factors of the scales to try; the first wins a tie
 FACTORS = (1.0, 1.1, 0.9, 0.8, 0.7, 0.6, 0.5)
+#: more of them beside accumulators of few bits, whose room may take larger scales
+LARGER = (1.25, 1.5)
 
 
 def solve(
@@ -41,6 +45,8 @@ def solve(
     scales: Scales = "search",
     sweeps: int = 1,
     shift_bias: bool = True,
+    accumulator_bits: int | None = None,
+    accumulator_tile: int | None = None,
 ) -> Solution:
     """Round each weight to a point of the grid, for the smallest output error of the layer.
 
@@ -56,23 +62,33 @@ def solve(
             after error feedback (one factor for all blocks of an output); `fixed` keeps them.
         sweeps: of coordinate descent over the grid points afterwards, at most.
         shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
+        accumulator_bits: of the signed accumulator that no sum of products leaves; None for any.
+        accumulator_tile: products that it adds up; None for all of an output.
 
     Returns:
         The rounded weight, every element exactly on the encoding's grid, the encoding, and relative errors.
 
     Source: Frantar et al. 2023, GPTQ, section 3; the float outputs as target after Nagel et al. 2020, AdaRound,
-    section 3.4.
+    section 3.4; accumulators of few bits after Colbert et al. 2024, AXE.
     """
     _require_options(problem, block_size, damping, scales, sweeps)
     factors = FACTORS if scales == "search" else (1.0,)
     options: dict[str, Any] = {"act_order": act_order, "damping": damping, "shift_bias": shift_bias}
-    solver = partial(_solve, tried=factors, block_size=block_size, sweeps=sweeps, **options)
+    limit = _limit_of(problem, accumulator_bits, accumulator_tile)
+    solver = partial(_solve, tried=factors, block_size=block_size, sweeps=sweeps, limit=limit, **options)
     return solve_in_chunks(problem, solver)
+
+
+def _limit_of(problem: LayerProblem, bits: int | None, tile: int | None) -> SumLimit | None:
+    if bits is not None:
+        return limit_of(problem.site, problem.spec, problem.layout, problem.input_steps, bits, tile)
+    return None
 
 
 def _solve(
     problem: LayerProblem,
     *,
+    limit: SumLimit | None,
     tried: Sequence[float],
     act_order: bool,
     block_size: int,
@@ -83,14 +99,18 @@ def _solve(
     """Solve a problem on torch; `tried` are the factors of the scales, for the rest see `solve`."""
     if (left := keep_nearest(problem)) is not None:
         return left
+    if limit is not None:
+        weight = problem.weight.cpu().numpy()
+        fitted = fitted_encoding(problem.encoding, weight, problem.layout, problem.spec, limit)
+        problem, tried = replace(problem, encoding=fitted), (*tried, *LARGER[: len(tried) - 1])
     check = HeldoutCheck.of(problem, shift_bias=shift_bias)
     objective = Objective.of(check.judged, damping)
     order = order_by_diagonal(objective.h)
     order = order if act_order else order.sort(-1).values
 
     cells = cells_of_weights(problem, problem.encoding)
-    factors, grid, codes = _search_scales(problem, ErrorFeedback.of(objective, order), cells, tried, block_size)
-    fixed = WeightGrid.of(problem, problem.encoding)
+    factors, grid, codes = _search_scales(problem, ErrorFeedback.of(objective, order), cells, tried, block_size, limit)
+    fixed = WeightGrid.of(problem, problem.encoding, limit)
     rounded, result = _descend(objective, (fixed, grid), codes, sweeps)
     plain = (fixed.nearest(objective.weight) * fixed.scale).mT
     errors, errors_of_result, errors_of_plain = (check.errors(found) for found in (rounded, result, plain))
@@ -147,6 +167,7 @@ def _search_scales(
     cells: Tensor,
     factors: Sequence[float],
     block_size: int,
+    limit: SumLimit | None,
 ) -> tuple[Tensor, WeightGrid, tuple[Tensor, Tensor]]:
     """Round by error feedback with the old scales, and with those multiplied by each output's best factor.
 
@@ -157,7 +178,7 @@ def _search_scales(
 
     def grid_of(factor: float) -> WeightGrid:
         scaled = torch.full(unit.shape, factor, device=unit.device)
-        return WeightGrid.of(problem, _scale_encoding(problem, scaled, cells))
+        return WeightGrid.of(problem, _scale_encoding(problem, scaled, cells), limit)
 
     search, first = _Search(unit), None
     side = max(SIDE_BY_SIDE // feedback.best.numel(), 1)
@@ -170,7 +191,7 @@ def _search_scales(
         for found in zip(some, grids, codes, errors, strict=True):
             search.add(*found)
     assert first is not None
-    grid = WeightGrid.of(problem, _scale_encoding(problem, search.factors, cells))
+    grid = WeightGrid.of(problem, _scale_encoding(problem, search.factors, cells), limit)
     # rows are independent, unless the scales that their spec can store depend on all of them
     same = torch.equal(grid.scale, search.scale)
     result = search.codes if same else feedback.round(grid, block_size)[0]

@@ -18,6 +18,7 @@ from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import DType, float4e2m1, int8
 from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.numerics.sum_limits import SumLimit
 
 #: Columns that are rounded one by one before the others are updated by one matrix product.
 BLOCK = 128
@@ -34,21 +35,23 @@ class WeightGrid:
         lowest: smallest code less the zero point, likewise; a view of one number where all are equal.
         highest: largest code, likewise.
         dtype: of the codes; any integer one for whole numbers.
+        limit: of the sums of codes of one sign; None for none.
     """
 
     scale: Tensor
     lowest: Tensor
     highest: Tensor
     dtype: DType = int8
+    limit: SumLimit | None = None
 
     @classmethod
-    def of(cls, problem: LayerProblem, encoding: Encoding) -> "WeightGrid":
+    def of(cls, problem: LayerProblem, encoding: Encoding, limit: SumLimit | None = None) -> "WeightGrid":
         """Return all points of an encoding's grid, for each weight of a problem."""
         scale, zero_point = (v.mT for v in scales_of_weights(problem, encoding))
         scale = scale.contiguous()
         if encoding.symmetric:
             low, high = (scale.new_tensor(end).expand_as(scale) for end in (encoding.dtype.lo, encoding.dtype.hi))
-            return cls(scale, low, high, encoding.dtype)
+            return cls(scale, low, high, encoding.dtype, limit)
         zero_point = zero_point.contiguous()
         return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point, encoding.dtype)
 
@@ -59,7 +62,7 @@ class WeightGrid:
             return grids[0]
         scale = torch.cat([grid.scale for grid in grids], dim)
         low, high = (_concatenated([getattr(g, name) for g in grids], dim, scale) for name in _ENDS)
-        return cls(scale, low, high, grids[0].dtype)
+        return cls(scale, low, high, grids[0].dtype, grids[0].limit)
 
     def around(self, weight: Tensor) -> "WeightGrid":
         """Return the grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
@@ -74,7 +77,31 @@ class WeightGrid:
 
     def nearest(self, weight: Tensor) -> Tensor:
         """Return the codes nearest to a weight, half to even."""
+        if self.limit is not None:
+            weight = self.limit.within(weight.mT, self.scale.mT, self.dtype.lo, self.dtype.hi).mT
         return rounded_(weight / self.scale, self.dtype, self.lowest, self.highest)
+
+
+class _Room:
+    """The room that codes have within the limit of their sums, while columns get their codes one by one."""
+
+    def __init__(self, limit: SumLimit, columns: Tensor, codes: Tensor) -> None:
+        """Start with codes [groups, K, rows]; what is taken then has the order of columns, int64 [groups, K]."""
+        self._most, self._tile_of = limit.most, torch.from_numpy(limit.tile_of).to(columns.device)[columns]
+        self._used = [limit.sums((sign * codes).clamp(min=0).mT).mT.contiguous() for sign in (1, -1)]
+
+    def take(self, i: int, code: Tensor, instead_of: Tensor | None = None) -> Tensor:
+        """Return a column's codes [groups, rows], clipped to the room without their old ones, and note them."""
+        at = self._tile_of[:, i, None, None].expand(-1, 1, code.shape[-1])
+        old = torch.zeros_like(code) if instead_of is None else instead_of
+        above, below = (
+            self._most - used.gather(1, at)[:, 0] + (sign * old).clamp(min=0)
+            for used, sign in zip(self._used, (1, -1), strict=True)
+        )
+        code = torch.minimum(torch.maximum(code, -below), above)
+        for used, sign in zip(self._used, (1, -1), strict=True):
+            used.scatter_add_(1, at, ((sign * code).clamp(min=0) - (sign * old).clamp(min=0))[:, None])
+        return code
 
 
 _ENDS = ("lowest", "highest")
@@ -275,11 +302,15 @@ class ErrorFeedback:
             best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
         target, miss, codes = best.clone(), torch.empty_like(best), torch.empty_like(best)
         errors = best.new_zeros(len(best), best.shape[-1])
+        room, above, below = self._room(grid, best)
         for stop in range(best.shape[1], 0, -block_size):
             start = max(stop - block_size, 0)
             for i in range(stop - 1, start - 1, -1):
-                code = rounded_(target[:, i] / scale[:, i], grid.dtype, lowest[:, i], highest[:, i])
-                codes[:, i] = code
+                wanted = target[:, i]
+                if room is not None:
+                    wanted = wanted - wanted.clamp(-below[:, i], above[:, i])
+                code = rounded_(wanted / scale[:, i], grid.dtype, lowest[:, i], highest[:, i])
+                codes[:, i] = code = code if room is None else room.take(i, code)
                 value = code.mul_(scale[:, i])
                 errors.addcmul_((value - target[:, i]).square_(), self.pivots[:, i])
                 miss[:, i] = value.sub_(best[:, i])
@@ -288,6 +319,20 @@ class ErrorFeedback:
         in_order = torch.empty_like(codes)
         in_order.flatten(0, 1).index_copy_(0, self.rows, codes.flatten(0, 1))
         return in_order, errors
+
+    def _room(self, grid: WeightGrid, best: Tensor) -> tuple["_Room | None", Tensor, Tensor]:
+        """Return the room of codes, and what weights lose so that it lasts for all columns, in their order.
+
+        The thresholds are those of the optimum (Colbert et al. 2024, AXE, section 3).
+        """
+        limit, columns = grid.limit, self.rows.reshape(best.shape[:2]) % best.shape[1]
+        if limit is None:
+            return None, best, best
+        in_order = torch.empty_like(best)
+        in_order.flatten(0, 1).index_copy_(0, self.rows, best.flatten(0, 1))
+        lost = limit.thresholds(in_order.mT, grid.scale.mT, grid.dtype.lo, grid.dtype.hi)
+        above, below = (_selected(x[..., limit.tile_of].mT.contiguous(), self.rows) for x in lost)
+        return _Room(limit, columns, torch.zeros_like(best)), above, below
 
 
 def _selected(x: Tensor, rows: Tensor) -> Tensor:
@@ -315,6 +360,8 @@ def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sw
     curvature = h.diagonal(dim1=-2, dim2=-1)[:, :, None] * grid.scale
     # in codes; weights without data have no slope and stay
     pull = torch.where(curvature > 0, -1 / curvature, 0)
+    columns = torch.arange(h.shape[-1], device=h.device).expand(len(h), -1)
+    room = None if grid.limit is None else _Room(grid.limit, columns, codes)
     for sweep in range(sweeps):
         before = codes.clone()
         for start in range(0, h.shape[-1], BLOCK):
@@ -324,7 +371,9 @@ def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sw
             for i in range(inner.shape[-1]):
                 at = start + i
                 code = torch.addcmul(old[:, i], local[:, i], pull[:, at])
-                codes[:, at] = code = rounded_(code, grid.dtype, grid.lowest[:, at], grid.highest[:, at])
+                code = rounded_(code, grid.dtype, grid.lowest[:, at], grid.highest[:, at])
+                code = code if room is None else room.take(at, code, old[:, i])
+                codes[:, at] = code
                 change[:, i] = code.sub_(old[:, i]).mul_(grid.scale[:, at])
                 local[:, i + 1 :].addcmul_(inner[:, i + 1 :, i : i + 1], change[:, i : i + 1])
             left = slice(0 if sweep < sweeps - 1 else start + BLOCK, None)  # nothing reads the others any more

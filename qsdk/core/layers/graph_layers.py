@@ -1,6 +1,6 @@
 """The layers of a graph: its linear ops with stored weights, as layer solvers see them, for both sides."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,13 +116,35 @@ def _layer(graph: Graph, plan: Plan, decision: Decision, root: int, reading: lis
     bias = _bias(graph, index, root) if once and linear else ""
     last = _activation_behind(graph, plan, index) if once and linear else None
     activation = None if last is None else activation_of(graph, graph.ops[last])
-    layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation, graph.tensors[root].dtype)
+    steps = _steps_of(graph, plan, data) if linear and decision.input_block is None else None
+    layer = Layer(
+        decision.site,
+        spec,
+        layouts[0],
+        geometries[0],
+        bias,
+        activation,
+        graph.tensors[root].dtype,
+        input_steps=steps,
+    )
     return GraphLayer(
         layer,
         tuple(index for index, _ in reading),
         tuple(tensor for tensor in data if tensor is not None),
         tuple(tensor for tensor in seen if tensor is not None),
     )
+
+
+def _steps_of(graph: Graph, plan: Plan, tensors: Sequence[int | None]) -> int | None:
+    """Return the steps of the widest grid that some tensors have; None if one of them is in floats."""
+    steps = []
+    for tensor in tensors:
+        decision = None if tensor is None else plan.decisions.get(graph.tensors[tensor].site or "")
+        spec = None if decision is None else decision.spec or plan.decisions[decision.encoding_site].spec
+        if spec is None or not spec.dtype.is_integer or spec.blocks is not None:
+            return None
+        steps.append(int(spec.dtype.hi - spec.dtype.lo))
+    return max(steps, default=None)
 
 
 def _activation_behind(graph: Graph, plan: Plan, index: int) -> int | None:

@@ -212,6 +212,7 @@ class LayerProblem:
         activation: the function right behind the layer, if there is one and it is known.
         bias: of the float model's layer, float32 [groups, out_per_group]; None where it has none.
         without_mean: whether errors exclude the part that a shift of the bias removes; see `centered`.
+        input_steps: of the grid of the layer's input, which integer kernels multiply; None for floats.
     """
 
     site: str
@@ -234,6 +235,7 @@ class LayerProblem:
     activation: Activation | None = None
     bias: Any | None = None
     without_mean: bool = False
+    input_steps: int | None = None
 
     def __post_init__(self) -> None:
         groups, out, k = self.layout.matrix_shape
@@ -394,6 +396,7 @@ class Layer:
         activation: the function right behind the layer, if there is one and it is known.
         dtype: the float dtype in which the weight is stored.
         expert: its number in a stack of experts; None for a weight of its own.
+        input_steps: of the grid of its input, which integer kernels multiply; None for floats.
     """
 
     site: str
@@ -404,6 +407,7 @@ class Layer:
     activation: Activation | None = None
     dtype: str = "float32"
     expert: int | None = None
+    input_steps: int | None = None
 
 
 class WalkStep(Protocol):
