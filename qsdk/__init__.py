@@ -122,7 +122,7 @@ _VERBS = {name: file for file, names in _FILES.items() for name in names.split()
 
 #: what few need, by the module that has it
 _ELSEWHERE = {
-    "analysis": ("advise", "error_by_position", "next_token_agreement", "perplexity", "profile"),
+    "analysis": ("accumulators", "advise", "error_by_position", "next_token_agreement", "perplexity", "profile"),
     "dtypes": ("BlockFormat", "float8e4m3fnuz", "float8e5m2fnuz", "float8e8m0", "mxfp4", "mxfp8", "mxint8", "nvfp4"),
     "train": ("Distilled", "callbacks", "freeze_ranges", "tune_ranges"),
 }
