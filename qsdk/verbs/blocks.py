@@ -30,13 +30,16 @@ from torch_bridge.tuning.block_tuning import (
     TuningResult,
     learnable_sites,
     pieces_of,
+    split_parameters,
     tune_block,
 )
 from torch_bridge.tuning.find_blocks import ModuleBlocks, find_blocks
+from torch_bridge.tuning.importance import output_importance
 from torch_bridge.walk.module_walk import ModuleCall, ModuleStep, ModuleWalk, walk_modules
 from torch_bridge.walk.paused_forward import attributes_set_by
 
 _LEARN = ("rounding", "scales")
+_WEIGHTINGS = ("equal", "fisher")
 
 
 @same_on_ranks
@@ -50,9 +53,10 @@ def tune_blocks(
     batch_size: int = 32,
     lr: float = 0.04,
     drop: float = 0.0,
+    weighting: str = "equal",
     **options: Unpack[WalkOptions],
 ) -> Report:
-    """Learn, block by block, the rounding of weights and the scales, by the error of the block's output.
+    """Learn, block by block, the rounding of weights and the scales, or all parameters, by the error of its output.
 
     Each block reads its quantized inputs and learns to reproduce the float model's output. The result is kept where the
     error on held-back samples fell. Rounded weights are exactly on their grids, and their encodings frozen.
@@ -63,10 +67,16 @@ def tune_blocks(
         blocks: shell globs of modules (`"layers.*"`), each tuned as one. None finds them: repeated members of lists
             and sequences, modules with branches, and single layers where there are none.
         iterations: optimizer steps per block.
-        learn: `rounding` of weights (each moves by a step at most before it is rounded), `scales`, or both.
+        learn: `rounding` of weights (each moves by a step at most before it is rounded), `scales`, or both. Or `all`:
+            weights move as far as they like, and scales, biases and the gains of norms are learned with them, for 2 and
+            3 bits. Weights then stay floats that round to their grids, and nothing is frozen, so that training of the
+            whole model can follow.
         batch_size: samples per step, as rows of the batches.
         lr: how far first steps move a weight, in steps of its scale; falls linearly to 0.
-        drop: share of the elements of a block's input that is taken from the float model, at random (QDrop).
+        drop: share of the elements, at random, of a block's input that is taken from the float model and of each
+            activation in it that is not quantized, while it learns (QDrop, where it is 0.5).
+        weighting: of the errors at a block's output: `equal`, or `fisher`, by the squared gradient there of the float
+            model's outputs, which takes one more pass and a backward pass over the data (BRECQ).
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
             solved layers, from which a second run continues.
 
@@ -80,7 +90,8 @@ def tune_blocks(
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take. In every case the sim is unchanged.
 
-    Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales.
+    Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales;
+    Wei et al. 2022, QDrop; Chen et al. 2024, EfficientQAT, for all parameters.
 
     Examples:
         >>> import torch, qsdk
@@ -92,20 +103,35 @@ def tune_blocks(
     run = run_of(tune_blocks, options)
     tuned = module_sim(sim, "tune_blocks", "use qsdk.adaround or qsdk.gptq here")
     chosen = _options(iterations, learn, batch_size, lr, drop)
+    if weighting not in _WEIGHTINGS:
+        raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(_WEIGHTINGS)}")
     found = find_blocks(tuned, [blocks] if isinstance(blocks, str) else blocks)
-    return _tune_all(tuned, data, found, chosen, run)
+    return _tune_all(tuned, data, found, chosen, run, weighting)
 
 
 def _tune_all(
-    sim: QuantSim, data: Iterable[Any], blocks: ModuleBlocks, options: BlockTuningOptions, run: Run
+    sim: QuantSim, data: Iterable[Any], blocks: ModuleBlocks, options: BlockTuningOptions, run: Run, weighting: str
 ) -> Report:
-    start = time.perf_counter()
+    start, importance = time.perf_counter(), dict[str, Sequence[Tensor]]()
+    if weighting == "fisher":
+        data, generator = list(data), torch.Generator().manual_seed(run.seed)
+        _ = sim.encodings  # raises where a site has no encoding, before anything is computed
+        importance |= output_importance(sim, data, list(blocks.modules), run.forward, generator)
     walked = walk_modules(sim, data, list(blocks.modules), forward=run.forward, max_memory=run.max_memory)
     with without_shifts(sim), torch.inference_mode(False), walked as walk:
-        facts = {"verb": "tune_blocks", "seed": run.seed, **asdict(options), "blocks": " ".join(walk.order)}
+        facts = {
+            "verb": "tune_blocks",
+            "seed": run.seed,
+            "weighting": weighting,
+            **asdict(options),
+            "blocks": " ".join(walk.order),
+        }
         store = None if run.checkpoint is None else Checkpoint(run.checkpoint, _LearnedSites(sim), facts)
         with progress_of("tune_blocks", len(walk.order), show=run.progress, unit="block") as bar:
-            rows = [_tune(sim, walk, step, options, store, bar, seed=run.seed + at) for at, step in enumerate(walk)]
+            rows = [
+                _tune(sim, walk, step, options, store, bar, importance.get(step.path, ()), seed=run.seed + at)
+                for at, step in enumerate(walk)
+            ]
         return _report(rows, blocks, walk, time.perf_counter() - start)
 
 
@@ -116,12 +142,13 @@ def _tune(
     options: BlockTuningOptions,
     store: Checkpoint | None,
     bar: Progress,
+    importance: Sequence[Tensor],
     *,
     seed: int,
 ) -> dict[str, Any]:
     begun = time.perf_counter()
     bar.now(step.path or "self")
-    run, results = BlockRun(sim, sim.model.get_submodule(step.path)), []
+    run, results = BlockRun(sim, sim.model.get_submodule(step.path), importance), []
 
     def tune() -> None:
         with walk.weights.floats():
@@ -137,8 +164,10 @@ def _tune(
         bar.log(error_before=result.error_before, error_after=result.error_after)
     bar.done()
     for change in result.changes:
-        frozen = change.weight is not None  # any other grid would round the weight again
+        frozen = change.weight is not None and change.rounded  # any other grid would round the weight again
         walk.weights.write(change.site, encoding=change.encoding, weight=change.weight, frozen=frozen)
+    for site, values in result.stored.items():
+        walk.weights.shift(site, values.float() - walk.weights.original(site))
     return _row(step.path, result, options.iterations, time.perf_counter() - begun)
 
 
@@ -161,15 +190,21 @@ def _tune_or_replay(
         solutions = dict(zip(sites, store.replay(means_by_site), strict=True))
         changed = {site: s for site, s in solutions.items() if s.weight is not None or s.encoding != now[site]}
         first = solutions[sites[0]]
-        changes = [SiteChange(site, s.encoding, s.weight) for site, s in changed.items()]
-        return TuningResult(changes, first.error_before, first.error_after, first.note)
+        rounded = not options.everything
+        changes = [SiteChange(site, s.encoding, s.weight, rounded) for site, s in changed.items()]
+        stored = {} if first.bias_shift is None else split_parameters(run, first.bias_shift)
+        return TuningResult(changes, first.error_before, first.error_after, first.note, stored)
     tuned = tune_block(run, pieces, options, generator)
     new = {change.site: change for change in tuned.changes}
     assert tuned.error_before is not None
     assert tuned.error_after is not None
     errors = tuned.error_before, tuned.error_after, tuned.note
     changes = [new.get(site, SiteChange(site, now[site])) for site in sites]
-    store.keep(means_by_site, [Solution(change.encoding, change.weight, *errors) for change in changes])
+    # the first site keeps what has no encoding, one behind the other
+    flat = torch.cat([values.flatten().float() for values in tuned.stored.values()]) if tuned.stored else None
+    others = [flat, *([None] * (len(changes) - 1))]
+    solved = zip(changes, others, strict=True)
+    store.keep(means_by_site, [Solution(c.encoding, c.weight, *errors, bias_shift=kept) for c, kept in solved])
     return tuned
 
 
@@ -245,12 +280,13 @@ def _row(block: str, tuned: TuningResult, iterations: int | None, seconds: float
 
 
 def _options(iterations: int, learn: Sequence[str], batch_size: int, lr: float, drop: float) -> BlockTuningOptions:
-    chosen = [learn] if isinstance(learn, str) else list(learn)
+    everything = learn == "all"
+    chosen = list(_LEARN) if everything else [learn] if isinstance(learn, str) else list(learn)
     unknown = [name for name in chosen if name not in _LEARN]
     if unknown or not chosen:
-        raise ConfigError(f"learn={learn!r}: blocks learn {' and '.join(_LEARN)}, one of them or both")
+        raise ConfigError(f"learn={learn!r}: blocks learn {' and '.join(_LEARN)}, one of them or both, or 'all'")
     if iterations < 1 or batch_size < 1:
         raise ConfigError(f"iterations={iterations} and batch_size={batch_size} must be 1 at least")
     if not lr > 0 or not 0 <= drop <= 1:
         raise ConfigError(f"lr={lr} must be positive, and drop={drop} a share from 0 to 1")
-    return BlockTuningOptions(iterations, "rounding" in chosen, "scales" in chosen, batch_size, lr, drop)
+    return BlockTuningOptions(iterations, "rounding" in chosen, "scales" in chosen, batch_size, lr, drop, everything)

@@ -82,6 +82,7 @@ def adaround(
     iterations: int | None = None,
     starts: int = 4,
     damping: float | None = None,
+    scales: adaround_solver.Scales | None = None,
     shift_bias: bool = True,
     activation: bool = False,
     **options: Unpack[LayerOptions],
@@ -101,6 +102,9 @@ def adaround(
         iterations: sweeps of coordinate descent (None: 5) or steps of gradient descent (None: 500), at most.
         starts: number of input orders that `coordinate_descent` starts from; the best is kept. 1 is the fastest.
         damping: as for `gptq`. Raise it where accuracy falls on data that the solver has not seen.
+        scales: `search` also tries the ranges of `seq_mse`, searched with the layer's inputs as they are now, and keeps
+            them where the rounded output is nearer, on held-back data too; `fixed` keeps the ranges. None: `search`
+            for coordinate descent, `fixed` for `relaxed`, as in the paper.
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
         activation: with `relaxed` alone: measure errors behind a layer's Relu, Clip or LeakyRelu, on sampled inputs.
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
@@ -122,7 +126,8 @@ def adaround(
     """
     run = run_of(adaround, options)
     choices: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
-    choices |= {"shift_bias": shift_bias, "activation": activation}
+    scales = scales or ("search" if method == "coordinate_descent" else "fixed")
+    choices |= {"scales": scales, "shift_bias": shift_bias, "activation": activation}
     gathers = GatherOptions(samples=SAMPLES if activation else 0)
     return solve_each_layer(sim, data, adaround_solver.solve, "AdaRound", "adaround", run, choices, gathers)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of, scales_of
 
-from qsdk import DType, int4, int8, uint4
+from qsdk import ConfigError, DType, int4, int8, uint4
 from qsdk.algorithms.solvers import adaround, seq_mse
 from qsdk.algorithms.solvers.rounding import (
     ErrorFeedback,
@@ -261,3 +261,32 @@ def test_ranges_and_rounding_help_each_other() -> None:
     both = rounded(replace(problem, encoding=better.encoding))
     assert both.error_after < rounded(problem).error_after
     assert both.error_after < better.error_after
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec(int3, PER_CHANNEL), Spec(uint4, PER_CHANNEL, symmetric=False), Spec(int3, PerBlock(1, 32))]
+)
+def test_searched_scales_leave_each_output_no_worse_and_on_its_encoding(spec: Spec) -> None:
+    problem = problem_of(LINEAR, spec, rows=400, held_back=100)
+    fixed, searched = (adaround.solve(problem, scales=scales) for scales in ("fixed", "search"))
+    assert fixed.encoding == problem.encoding
+    assert searched.encoding != problem.encoding
+    assert searched.error_after < 0.97 * fixed.error_after
+    stored = problem.layout.from_matrix(searched.weight).numpy()
+    np.testing.assert_array_equal(searched.encoding.fake_quantize(stored), stored)
+    assert problem.held_back is not None
+    held_back = problem.held_back.centered()
+    assert (held_back.errors(searched.weight) <= held_back.errors(fixed.weight) * (1 + 1e-4)).all()
+
+
+def test_ranges_that_clip_too_much_are_given_up_by_a_search() -> None:
+    problem = problem_of(LINEAR, Spec(int3, PER_CHANNEL), rows=400, held_back=100)
+    narrow = replace(problem, encoding=replace(problem.encoding, scale=problem.encoding.scale * np.float32(0.4)))
+    alone = adaround.solve(problem, scales="search").error_after
+    assert adaround.solve(narrow).error_after > 1.5 * alone
+    assert adaround.solve(narrow, scales="search").error_after < 1.02 * alone
+
+
+def test_an_unknown_way_to_treat_scales_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown scales 'free' of adaround; choose one of search, fixed"):
+        adaround.solve(problem_of(LINEAR, Spec(int3, PER_CHANNEL)), scales="free")  # type: ignore[arg-type]

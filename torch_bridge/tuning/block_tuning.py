@@ -5,7 +5,7 @@ Sources: Li et al. 2021, BRECQ, for the block as the unit; Cheng et al. 2024, Si
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,6 +150,8 @@ def split_held_back(pieces: Sequence[Piece], generator: torch.Generator) -> tupl
 
 #: how far a weight may be shifted before it is rounded, in steps of its scale
 MAX_SHIFT = 1.0
+#: first step of a bias or a gain as a share of its root mean square, per `lr`
+OTHERS = 0.05
 REPEAT_TOLERANCE = 1e-3  # relative difference up to which a block run alone repeats its result in the model
 
 
@@ -163,7 +165,8 @@ class BlockTuningOptions:
         scales: whether weights and activations learn their scales.
         batch_size: samples per step.
         lr: shift of a weight by the first step of the optimizer, in steps of its scale; it falls to 0.
-        drop: see `Piece.quantized_arguments`.
+        drop: share of the elements of a block's input, and of every activation in it, that are not quantized.
+        everything: whether weights may go any way, and biases and the gains of norms are learned too.
     """
 
     iterations: int
@@ -172,31 +175,35 @@ class BlockTuningOptions:
     batch_size: int
     lr: float
     drop: float
+    everything: bool = False
 
 
 @dataclass(frozen=True)
 class SiteChange:
     """What was learned for one site.
 
-    `weight` holds the rounded values; None where they stay.
+    `weight` holds the new values, which are `rounded` or not; None where they stay.
     """
 
     site: str
     encoding: Encoding
     weight: Tensor | None = None
+    rounded: bool = True
 
 
 @dataclass(frozen=True)
 class TuningResult:
     """The result of tuning a block.
 
-    Errors are of the output on held-back samples, relative to the float output's energy.
+    Errors are of the output on held-back samples, relative to the float output's energy. `stored` holds new values of
+    what has no encoding, by site.
     """
 
     changes: Sequence[SiteChange] = ()
     error_before: float | None = None
     error_after: float | None = None
     note: str = ""
+    stored: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _LearnedWeight:
@@ -211,24 +218,31 @@ class _LearnedWeight:
         self.shift = nn.Parameter(torch.zeros_like(weight, dtype=torch.float32))
 
     def __call__(self, weight: Tensor) -> Tensor:
+        return self.quantizer(self.moved(weight)).to(weight.dtype)
+
+    def moved(self, weight: Tensor) -> Tensor:
+        """Return the weight, shifted but not rounded."""
         spec = self.quantizer.spec
         scale, _ = self.quantizer.scale_and_zero_point()
         axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
         aligned = affine.align(scale, tuple(weight.shape), axis, size)
-        return self.quantizer(torch.addcmul(weight.detach().float(), self.shift, aligned)).to(weight.dtype)
+        return torch.addcmul(weight.detach().float(), self.shift, aligned)
 
 
 @dataclass
 class BlockRun:
     """A block that is run by itself, and the quantizers that it reaches.
 
-    `learned` replaces the quantizers of these sites.
+    `learned` replaces the quantizers of these sites, `importance` weighs the errors of each output (all alike where it
+    is empty), and while `drop` is set so many elements of each activation are not quantized (QDrop, section 4).
     """
 
     sim: QuantSim
     module: nn.Module
+    importance: Sequence[Tensor] = ()
     learned: dict[str, _LearnedWeight] = field(default_factory=dict)
     visited: dict[str, Quantizer] = field(default_factory=dict)
+    drop: tuple[float, torch.Generator] | None = None
 
     def run_quantized(self, arguments: Arguments) -> list[Tensor]:
         """Return the block's outputs as it is now."""
@@ -245,10 +259,18 @@ class BlockRun:
         squared_error = energy = 0.0
         with torch.no_grad():
             for piece in pieces:
-                for y, wanted in zip(self.run_quantized(piece.quantized_arguments()), piece.outputs(), strict=True):
-                    squared_error += float((y.double() - wanted.double()).square().sum())
-                    energy += float(wanted.double().square().sum())
+                ran = self.run_quantized(piece.quantized_arguments())
+                found, wanted = ([y.double() for y in ys] for ys in (ran, piece.outputs()))
+                squared_error += float(self.squares([y - t for y, t in zip(found, wanted, strict=True)]))
+                energy += float(self.squares(wanted))
         return squared_error / energy if energy else 0.0
+
+    def squares(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of outputs or their errors, each by its importance."""
+        squares = [y.square() for y in outputs]
+        if self.importance:
+            squares = [y * by.to(y.dtype) for y, by in zip(squares, self.importance, strict=True)]
+        return torch.stack([y.sum() for y in squares]).sum()
 
     def _visit(self, site: str, x: Tensor) -> Tensor:
         learned = self.learned.get(site)
@@ -258,7 +280,11 @@ class BlockRun:
         quantizer = self.sim.runtime.quantizers[site]
         if quantizer is not None:
             self.visited[site] = quantizer
-        return result
+        if self.drop is None or quantizer is None or quantizer.decision.kind in ("weight", "bias"):
+            return result
+        share, generator = self.drop
+        drawn = torch.rand(x.shape, generator=generator, device=generator.device).to(x.device)
+        return torch.where(drawn < share, x, result)
 
 
 def pieces_of(run: BlockRun, calls: Sequence[ModuleCall]) -> list[Piece]:
@@ -317,27 +343,33 @@ def tune_block(
     shared = learn is judge
     model = run.sim.model
     run.learned = {q.site: _LearnedWeight(q, stored_tensor(model, q.site).detach()) for q in weights}
+    others = _other_parameters(run) if options.everything else {}
     try:
-        with _learned_scales(scales):
-            _descend(run, learn, scales, options, generator)
+        with _learned_scales(scales), _trainable_copies(others) as copies:
+            _descend(run, learn, scales, copies, options, generator)
             after = run.error(judge)
-            changes = _changes(run, scales) if after < before else []
+            changes = _changes(run, scales, rounded=not options.everything) if after < before else []
+            stored = {site: parameter.detach() for site, parameter in zip(others, copies, strict=True)}
     finally:
         run.learned = {}
     if not changes:
         return TuningResult((), before, before, "kept as it was: the error on held-back samples did not fall")
-    return TuningResult(changes, before, after, "judged by the one sample it was tuned on" if shared else "")
+    return TuningResult(changes, before, after, "judged by the one sample it was tuned on" if shared else "", stored)
 
 
 def _descend(
     run: BlockRun,
     pieces: Sequence[Piece],
     scales: Sequence[Quantizer],
+    others: Sequence[nn.Parameter],
     options: BlockTuningOptions,
     generator: torch.Generator,
 ) -> None:
     shifts = [weight.shift for weight in run.learned.values()]
     groups: list[dict[str, Any]] = [{"params": shifts, "lr": options.lr}] if shifts else []
+    for other in others:
+        size = float(other.detach().float().square().mean().sqrt())
+        groups.append({"params": [other], "lr": OTHERS * options.lr * (size or 1.0)})
     for quantizer in scales:
         # so a step moves the ends of the grid a few times as far as a single weight
         factor = quantizer.owner._parameters[quantizer.log_scale_name]
@@ -355,7 +387,7 @@ def _descend(
         optimizer.step()
         schedule.step()
         with torch.no_grad():
-            for shift in shifts:
+            for shift in [] if options.everything else shifts:
                 shift.clamp_(-MAX_SHIFT, MAX_SHIFT)
 
 
@@ -368,13 +400,15 @@ def _gradients(
 ) -> tuple[float, list[Tensor]]:
     """Return the relative error on a batch and its gradients; one piece is in memory at a time."""
     wanted = [piece.outputs() for piece in batch]
-    energy = sum(float(y.float().square().sum()) for outputs in wanted for y in outputs) or 1.0
+    energy = sum(float(run.squares([y.float() for y in outputs])) for outputs in wanted) or 1.0
     sums, loss = [torch.zeros_like(parameter) for parameter in parameters], 0.0
     for piece, outputs in zip(batch, wanted, strict=True):
         with torch.enable_grad():
+            run.drop = (options.drop, generator) if options.drop else None
             simulated = run.run_quantized(piece.quantized_arguments(drop=options.drop, generator=generator))
-            squared_error = [(y.float() - t.float()).square().sum() for y, t in zip(simulated, outputs, strict=True)]
-            error = torch.stack(squared_error).sum() / energy
+            run.drop = None
+            missed = [y.float() - t.float() for y, t in zip(simulated, outputs, strict=True)]
+            error = run.squares(missed) / energy
             # not backward(), which would write the gradients of the caller's parameters
             parts = torch.autograd.grad(error, parameters, allow_unused=True)
         loss += float(error.detach())
@@ -398,13 +432,57 @@ def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> 
         yield batch
 
 
-def _changes(run: BlockRun, scales: Sequence[Quantizer]) -> list[SiteChange]:
+def _changes(run: BlockRun, scales: Sequence[Quantizer], *, rounded: bool) -> list[SiteChange]:
     changes = {quantizer.site: SiteChange(quantizer.site, quantizer.encoding()) for quantizer in scales}
     with torch.no_grad():
         for site, learned in run.learned.items():
-            value = learned(stored_tensor(run.sim.model, site).detach())
-            changes[site] = SiteChange(site, learned.quantizer.encoding(), value)
+            weight = stored_tensor(run.sim.model, site).detach()
+            value = learned(weight) if rounded else learned.moved(weight)
+            changes[site] = SiteChange(site, learned.quantizer.encoding(), value, rounded)
     return list(changes.values())
+
+
+def _other_parameters(run: BlockRun) -> dict[str, tuple[nn.Module, str]]:
+    """Return the block's own parameters that have no learned rounding: biases, the gains of norms.
+
+    Left out are weights on a grid, what is frozen, what other modules hold too, and recurrent layers.
+    """
+    modules, sim = dict(run.sim.model.named_modules()), run.sim
+    readers = Counter(id(t) for m in modules.values() for t in m._parameters.values())
+    paths = {id(module): path for path, module in modules.items()}
+    on_grids = [site for site, d in sim.plan.decisions.items() if d.kind == "weight" and d.quantized]
+    held = [*on_grids, *sim.frozen_values]
+    found = {}
+    for module in run.module.modules():
+        for name, parameter in module._parameters.items():
+            site = f"{paths[id(module)] or 'self'}:{name}"
+            if parameter is None or not parameter.is_floating_point() or isinstance(module, nn.RNNBase):
+                continue
+            if readers[id(parameter)] == 1 and not any(other.startswith(site) for other in held):
+                found[site] = module, name
+    return found
+
+
+def split_parameters(run: BlockRun, flat: Tensor) -> dict[str, Tensor]:
+    """Return the values of a block's parameters without learned rounding, by site, from all of them in a row."""
+    found = {site: module._parameters[name] for site, (module, name) in _other_parameters(run).items()}
+    shapes = {site: parameter.shape for site, parameter in found.items() if parameter is not None}
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {site: part.reshape(shape) for (site, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+@contextmanager
+def _trainable_copies(parameters: Mapping[str, tuple[nn.Module, str]]) -> Iterator[list[nn.Parameter]]:
+    """Put copies in the place of parameters inside the block, which can be trained without writing the model's own."""
+    before = [(module, name, module._parameters[name]) for module, name in parameters.values()]
+    copies = [nn.Parameter(parameter.detach().clone()) for _, _, parameter in before if parameter is not None]
+    try:
+        for (module, name, _), copy in zip(before, copies, strict=True):
+            module._parameters[name] = copy
+        yield copies
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
 
 
 def _learnable(run: BlockRun, options: BlockTuningOptions) -> tuple[list[Quantizer], list[Quantizer]]:

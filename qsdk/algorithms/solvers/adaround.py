@@ -1,15 +1,17 @@
 """AdaRound: round each weight down or up so that the layer's output error is smallest."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.solvers import relaxation
-from qsdk.algorithms.solvers.heldout_check import HeldoutCheck, keep_nearest
-from qsdk.algorithms.solvers.on_torch import on_torch
+from qsdk.algorithms.solvers import relaxation, seq_mse
+from qsdk.algorithms.solvers.gptq import units_of
+from qsdk.algorithms.solvers.heldout_check import Errors, HeldoutCheck, keep_nearest
+from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch
 from qsdk.algorithms.solvers.output_chunks import solve_in_chunks
 from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.rounding import (
@@ -22,9 +24,12 @@ from qsdk.algorithms.solvers.rounding import (
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
+from qsdk.core.numerics.encoding import Encoding
 
 Method = Literal["coordinate_descent", "relaxed"]
 METHODS = ("coordinate_descent", "relaxed")
+Scales = Literal["search", "fixed"]
+SCALES = ("search", "fixed")
 #: default of `iterations`: sweeps of coordinate descent, steps of Adam
 ITERATIONS = {"coordinate_descent": 5, "relaxed": 500}
 #: samples per step of `relaxed` with `activation`, and its default damping
@@ -38,6 +43,7 @@ def solve(
     iterations: int | None = None,
     starts: int = 4,
     damping: float | None = None,
+    scales: Scales = "fixed",
     shift_bias: bool = True,
     activation: bool = False,
 ) -> Solution:
@@ -48,28 +54,33 @@ def solve(
     An output for which nearest rounding is better, on all data or on held-back data, keeps it.
 
     Args:
-        problem: with the encoding whose grid is used; it is not changed.
+        problem: with the encoding whose grid is used.
         method: `coordinate_descent` or `relaxed`.
         iterations: sweeps of coordinate descent, at most; later ones gain little. Of `relaxed`: steps of Adam. None
             for 5 and 500.
         starts: number of column orders that `coordinate_descent` starts from; the first is that of the diagonal.
         damping: share of the mean second moment that is added to the diagonal, so that weights stay in directions that
             the data does not cover; None for 0.03, and more where rows are few (`rounding.damping_for`).
+        scales: `fixed` keeps the encoding; `search` also rounds to the grids that `seq_mse` finds for this problem, and
+            an output takes those where its error is lower, on all data and on held-back data.
         shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
         activation: with `relaxed`, measure the error behind the layer's activation function, on samples of its inputs.
 
     Returns:
-        The rounded weight, every element exactly on the grid, and relative errors.
+        The rounded weight, every element exactly on the encoding's grid, the encoding, and relative errors.
 
     Source: the problem is that of Nagel et al. 2020, AdaRound, sections 3.1 to 3.4, with its asymmetric
     reconstruction and activation function (equation 25); the fast solution is Frantar et al. 2023, GPTQ, section 3, in
     the form of Babai's nearest plane (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
     """
     _require_options(problem, method, iterations, starts, damping, activation)
+    if scales not in SCALES:
+        raise ConfigError(f"unknown scales {scales!r} of adaround; choose one of {', '.join(SCALES)}")
     count = ITERATIONS[method] if iterations is None else iterations
     if activation and problem.activation is not None:
         return _solve_behind_activation(on_torch(problem), count, damping, shift_bias=shift_bias)
     options: dict[str, Any] = {"method": method, "count": count, "starts": starts, "damping": damping}
+    options["search"] = scales == "search"
     return solve_in_chunks(problem, partial(_solve, **options, shift_bias=shift_bias))
 
 
@@ -80,23 +91,41 @@ def _solve(
     count: int,
     starts: int,
     damping: float | None,
+    search: bool,
     shift_bias: bool,
 ) -> Solution:
     """Solve a problem on torch by its second moments; `count` are sweeps or steps, for the rest see `solve`."""
     if (left := keep_nearest(problem)) is not None:
         return left
-    grid, plain = _choices(problem)
     check = HeldoutCheck.of(problem, shift_bias=shift_bias)
     objective = Objective.of(check.judged, damping)
-    if method == "coordinate_descent":
-        codes = _descended(objective, grid, count, starts)
-    else:
-        codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count)
-    rounded = (codes * grid.scale).mT
-    errors, errors_of_plain = check.errors(rounded), check.errors(plain)
-    worse = errors.worse(errors_of_plain)
-    rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
-    return check.solution(problem.encoding, rounded, plain, (errors, errors_of_plain))
+
+    def rounded_on(encoding: Encoding) -> tuple[Tensor, Errors, Tensor, Errors]:
+        """Return the rounded weight with its errors, and likewise the one that is rounded to nearest."""
+        grid, plain = _choices(replace(problem, encoding=encoding))
+        if method == "coordinate_descent":
+            codes = _descended(objective, grid, count, starts)
+        else:
+            codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count)
+        rounded = (codes * grid.scale).mT
+        errors, errors_of_plain = check.errors(rounded), check.errors(plain)
+        worse = errors.worse(errors_of_plain)
+        rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
+        return rounded, errors, plain, errors_of_plain
+
+    encoding = problem.encoding
+    rounded, errors, plain, errors_of_plain = rounded_on(encoding)
+    # ranges that were searched before suited inputs that nearest rounding had made noisy: too narrow for these
+    other = (
+        seq_mse.solve(problem, shift_bias=shift_bias).encoding if search and problem.spec.scales_are_free else encoding
+    )
+    if other != encoding:
+        on_other, errors_of_other, *_ = rounded_on(other)
+        cells = cells_of_weights(problem, encoding)
+        stays = errors_of_other.worse(errors, units_of(cells))
+        encoding = seq_mse.merge_encodings(encoding, other, cells[stays])
+        rounded, errors = torch.where(stays[..., None], rounded, on_other), errors.where(stays, errors_of_other)
+    return check.solution(encoding, rounded, plain, (errors, errors_of_plain))
 
 
 def _choices(problem: LayerProblem) -> tuple[WeightGrid, Tensor]:

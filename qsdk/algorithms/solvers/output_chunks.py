@@ -55,7 +55,7 @@ def _axis_of_outputs(problem: LayerProblem) -> int | None:
 def _solve_each(problem: LayerProblem, chunks: list[slice], solver: Solver) -> Solution:
     """Solve each chunk, and join the solutions; relative errors are weighted by the energies of the chunks' outputs."""
     weight, shift = None, None
-    scales: list[Any] = []
+    encodings: list[Encoding] = []
     errors, energies = np.zeros(2), 0.0
     for rows in chunks:
         give_back()
@@ -64,7 +64,7 @@ def _solve_each(problem: LayerProblem, chunks: list[slice], solver: Solver) -> S
         energy = _energy(part)
         errors += np.array([found.error_before, found.error_after]) * energy
         energies += energy
-        scales.append(found.encoding.scale)
+        encodings.append(found.encoding)
         if found.weight is not None:
             if weight is None:
                 weight = torch.as_tensor(problem.weight).to(found.weight, copy=True)
@@ -74,7 +74,10 @@ def _solve_each(problem: LayerProblem, chunks: list[slice], solver: Solver) -> S
             shift[:, rows] = found.bias_shift
     axis = _axis_of_outputs(problem)
     assert axis is not None
-    encoding = replace(problem.encoding, scale=np.concatenate(scales, axis))
+    scale, zero_point = (
+        np.concatenate([getattr(e, name) for e in encodings], axis) for name in ("scale", "zero_point")
+    )
+    encoding = replace(problem.encoding, scale=scale, zero_point=zero_point)
     before, after = errors / (energies or 1.0)
     return Solution(encoding, weight, float(before), float(after), note=found.note, bias_shift=shift)
 

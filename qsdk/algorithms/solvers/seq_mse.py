@@ -91,7 +91,7 @@ def solve(
         before = _before(problem, judged, old, errors)
         return Solution(problem.encoding, None, before, before, note=note)
     better = _better(judged, cells, loss, (old, result.weight), (errors, result.errors))
-    encoding = result.encoding if better.all() else _merge_encodings(problem.encoding, result.encoding, cells[~better])
+    encoding = result.encoding if better.all() else merge_encodings(problem.encoding, result.encoding, cells[~better])
     new = result.weight if better.all() else torch.where(better[..., None], result.weight, old)
     if behind:
         return _shifted_behind(problem, encoding, old, new)
@@ -334,7 +334,7 @@ def _shift(problem: LayerProblem, weight: Tensor) -> Tensor:
     return torch.where((seen - shift).abs() < seen.abs(), shift, 0)
 
 
-def _merge_encodings(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
+def merge_encodings(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
     """Return the new encoding with some of the old scales, given as indices into the flattened scale."""
     flat = np.zeros(old.scale.size, np.bool_)
     flat[keep.cpu().numpy()] = True

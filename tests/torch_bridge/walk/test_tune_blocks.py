@@ -18,6 +18,7 @@ from qsdk import ConfigError, ModelError, QuantSim, w4a8
 from qsdk.demo.model import load_pretrained
 from torch_bridge.tuning.block_tuning import BlockRun, Piece, split_held_back
 from torch_bridge.tuning.find_blocks import find_blocks
+from torch_bridge.tuning.importance import FLOOR, output_importance
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
 
@@ -248,6 +249,115 @@ def test_a_memory_bound_changes_no_bit(monkeypatch) -> None:
     assert_same(*found)
 
 
+# ---- all parameters, dropping, and weighting
+
+
+@pytest.mark.slow
+def test_all_parameters_of_blocks_are_learned_and_stay_free() -> None:
+    data, new = images(8, 16), images(12, 16)[8:]
+    model, free = residuals(), residual_sim("int2")
+    before = missed(free, model, new)
+    report = qsdk.tune_blocks(free, data, iterations=60, learn="all", progress=False)
+    assert report.summary["blocks"] >= 3
+    assert missed(free, model, new) < 0.5 * before
+    assert not any(q.frozen for q in free.quantizers.values())
+    stored = free.stored_floats(["2.first:weight", "2.first:bias"])
+    raw = model[2].first
+    assert not np.array_equal(stored["2.first:bias"], raw.bias.detach().numpy())
+    weight, encoding = stored["2.first:weight"], free.quantizers["2.first:weight"].encoding()
+    assert not np.array_equal(encoding.fake_quantize(weight), weight)
+    assert np.abs(weight - raw.weight.detach().numpy()).max() > 0
+    with free.training(learn_scales=True) as trained:  # training of the whole can follow
+        trained(data[0]).square().mean().backward()
+        assert trained[2].first.weight.grad is not None
+
+
+@pytest.mark.parametrize("end", ["a second run", "an interruption"])
+def test_a_checkpoint_of_all_parameters_continues_to_the_same_bits(tmp_path, end) -> None:
+    data, found = images(), []
+    how = {"learn": "all", "iterations": 3, "checkpoint": tmp_path / "solved", "progress": False}
+    for attempt in range(2):
+        sim = residual_sim("int2")
+        before = state(sim)
+        if attempt and end == "an interruption":
+            steps = sorted((tmp_path / "solved").glob("step-*.npz"))
+            steps[-1].unlink()
+        qsdk.tune_blocks(sim, data, **how)
+        found.append(state(sim))
+    assert_same(*found)
+    assert not torch.equal(before["2.first.bias"], found[1]["2.first.bias"])
+
+
+def test_parameters_that_are_frozen_stay_when_all_are_learned() -> None:
+    sim = residual_sim("int2")
+    sim.freeze("2.first", values=True)
+    before = state(sim)
+    qsdk.tune_blocks(sim, images(), learn="all", iterations=5, progress=False)
+    after = state(sim)
+    for name in ("2.first.weight", "2.first.bias"):
+        assert torch.equal(before[name], after[name]), name
+    assert not torch.equal(before["2.second.bias"], after["2.second.bias"])
+
+
+def test_dropping_leaves_activations_in_a_block_unquantized() -> None:
+    sim, x = residual_sim("int2"), torch.randn(4, 6, 6, 6)
+    run, generator = BlockRun(sim, sim.model.get_submodule("2")), torch.Generator().manual_seed(0)
+    given = Arguments((x,), {})
+    with torch.no_grad():
+        quantized = run.run_quantized(given)[0]
+        run.drop = 1.0, generator
+        dropped = run.run_quantized(given)[0]
+        run.drop = 0.5, generator
+        between = run.run_quantized(given)[0]
+        sites = [q for q in sim.quantizers.values() if q.decision.kind in ("weight", "bias")]
+        raw = residuals()[2]
+        for part in ("first", "second"):
+            for q in sites:
+                owner, _, port = q.site.partition(":")
+                if owner == f"2.{part}":
+                    parameter = getattr(raw.get_submodule(part), port)
+                    parameter.copy_(q(parameter))
+        torch.testing.assert_close(dropped, raw(x), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(between, quantized, atol=1e-4)
+        assert not torch.allclose(between, dropped, atol=1e-4)
+
+
+def test_importance_is_the_squared_gradient_of_the_models_outputs_and_one_on_average() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).eval()
+    with torch.no_grad():
+        model[1].weight[:, 2:] = 0  # two of the four outputs of the first block matter to nobody
+    data = [torch.randn(64, 5) for _ in range(16)]
+    sim = calibrated(model, data, w4a8())
+    found = output_importance(sim, data, ["0", "1"], None, torch.Generator().manual_seed(0))
+    (first,), (last,) = found["0"], found["1"]
+    exact = model[1].weight.detach().square().sum(0)
+    torch.testing.assert_close(first, FLOOR + (1 - FLOOR) * exact / exact.mean(), rtol=0.15, atol=1e-6)
+    torch.testing.assert_close(last, torch.ones(3))
+    assert all(p.grad is None for p in sim.model.parameters())
+
+
+def test_importance_of_texts_of_different_lengths_is_that_of_channels() -> None:
+    torch.manual_seed(0)
+    data = [torch.randint(40, (2, length)) for length in (7, 5)]
+    sim = calibrated(Decoder().eval(), data, w4a8())
+    found = output_importance(sim, data, ["layers.0"], None, torch.Generator().manual_seed(0))
+    assert found["layers.0"][0].shape == (1, 16)
+    qsdk.tune_blocks(sim, data, weighting="fisher", iterations=2, progress=False)
+
+
+def test_fisher_weighting_judges_a_block_by_what_matters_behind_it() -> None:
+    rows = [
+        {
+            row["block"]: row
+            for row in qsdk.tune_blocks(residual_sim(), images(), iterations=2, weighting=w, progress=False).rows
+        }
+        for w in ("equal", "fisher")
+    ]
+    assert rows[0]["2"]["error_before"] != pytest.approx(rows[1]["2"]["error_before"], rel=1e-3)
+    assert rows[0]["5"]["error_before"] == pytest.approx(rows[1]["5"]["error_before"], rel=1e-3)
+
+
 # ---- any sim
 
 
@@ -397,6 +507,7 @@ def test_the_callers_gradients_modes_and_random_numbers_are_untouched() -> None:
         ({"batch_size": 0}, "batch_size=0"),
         ({"lr": -1.0}, "lr=-1.0"),
         ({"drop": 2.0}, "drop=2.0"),
+        ({"weighting": "hessian"}, "weighting='hessian' is unknown"),
     ],
 )
 def test_options_that_do_not_exist_are_refused(options, message) -> None:
