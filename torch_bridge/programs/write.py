@@ -26,6 +26,7 @@ from torch_bridge.calibrate import stored_values
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import to_torch_order
 from torch_bridge.torch_values.pytree import argument_leaves
+from torch_bridge.tracing.export_errors import export_error
 from torch_bridge.tracing.trace import Captured, capture_marked
 from torch_bridge.workarounds.decomposed_ops import (
     DEQUANTIZE,
@@ -186,9 +187,7 @@ class ProgramBuilder:
         self._give_each_reader_its_own(graph)
         module = fx.GraphModule(self._root, graph)
         given = [x.clone() for x in _tensors(self._sim)]
-        shapes = _dimensions(self._captured.shapes)
-        with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            result = torch.export.export(module, tuple(given), dynamic_shapes=tuple(shapes), strict=False)
+        result = _exported(module, given, dict(zip(self._captured.inputs, self._captured.shapes, strict=True)))
         for node in result.graph.nodes:
             node.meta.pop("stack_trace", None)  # it reveals this machine's paths
         kept = sum(node.target in DEQUANTIZES for node in result.graph.nodes)
@@ -449,11 +448,23 @@ def _slice_in_place_of_splits(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _dimensions(shapes: Sequence[Mapping[int, str]]) -> list[dict[int, Any]]:
-    """Return the dynamic axes as torch takes them; axes of one name are one length, or shapes would depend on two."""
-    names = [name for axes in shapes for name in axes.values()]
+def _exported(module: nn.Module, given: Sequence[Tensor], axes: Mapping[str, Mapping[int, str]]) -> ExportedProgram:
+    """Return the program of a module whose inputs have dynamic axes of these names.
+
+    Axes of one name are one length, or shapes would depend on two; where the model asks more of a length, such as that
+    it is not 1, torch finds out by itself which lengths are equal.
+    """
+    names = [name for one in axes.values() for name in one.values()]
+    problem: Exception = ValueError()
     shared = {name: Dim(f"length_{at}") for at, name in enumerate(dict.fromkeys(names)) if names.count(name) > 1}
-    return [{axis: shared.get(name, Dim.DYNAMIC) for axis, name in axes.items()} for axes in shapes]
+    for known in (shared, {}) if shared else ({},):
+        shapes = tuple({axis: known.get(name, Dim.DYNAMIC) for axis, name in one.items()} for one in axes.values())
+        try:
+            with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+                return torch.export.export(module, tuple(given), dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # torch raises what it likes
+            problem = error
+    raise export_error(problem, axes) from problem
 
 
 def _attribute(site: str) -> str:

@@ -373,3 +373,24 @@ def test_a_program_of_another_sim_is_refused(tmp_path: Path):
     export(other, tmp_path / "m.onnx")
     with pytest.raises(ModelError, match="holds a module of PyTorch"):
         check_parity(quantize(tmp_path / "m.onnx", None), tmp_path / "m.pt2", [{"input": x.numpy()}], progress=False)
+
+
+class Padded(nn.Module):
+    """An encoder of torch's own, which asks whether there is one row alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def test_a_length_of_two_inputs_of_which_a_model_asks_more_stays_open(tmp_path: Path):
+    torch.manual_seed(0)
+    given = torch.randn(3, 5, 8), torch.arange(5)[None] > torch.tensor([[4], [2], [3]])
+    sim = quantize(Padded().eval(), given, w8a8())
+    calibrate(sim, [given], progress=False)
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    fewer = tuple(x[:2] for x in given)
+    torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(*fewer), sim(*fewer))
