@@ -11,6 +11,7 @@ from onnx_backend.profiling.kernels import Array, Profile, numbered, with_labels
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtimes.described import described
+from onnx_backend.runtimes.iree import IREE
 from onnx_backend.runtimes.onnxruntime import ONNXRUNTIME
 from onnx_backend.runtimes.openvino import OPENVINO
 from onnx_backend.runtimes.qnn import QNN
@@ -26,7 +27,7 @@ STANDARD = Runtime(
     load_target("onnx"), opens=True, pair_types=("float16", "bfloat16"), narrow_scales=True, single_ops=True
 )
 RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
-    {runtime.name: runtime for runtime in (ONNXRUNTIME, STANDARD, OPENVINO, QNN, TENSORRT)}
+    {runtime.name: runtime for runtime in (ONNXRUNTIME, STANDARD, OPENVINO, QNN, IREE, TENSORRT)}
 )
 _EXPLICIT = "zero points"  # the form of files for described targets: as `Target.zero_points`, else as the standard
 WRITTEN_KEY = "qsdk.written_for"  # property of a model: the form in which it was written, as JSON

