@@ -151,8 +151,8 @@ def check_parity(
         runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
             level, `openvino`, `qnn` (Qualcomm's HTP, emulated on x86-64) or `iree`; `litert` runs what
             `format="tflite"` makes of it, `executorch` a `.pt2` file in XNNPACK's kernels. The summary names the first
-            site that is more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where the default
-            session may differ from that on this processor, `default_session` in the summary says so.
+            site that is more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where
+            the default session may differ from that on this processor, `default_session` in the summary says so.
         options: `forward`, `progress`; see `qsdk.options`.
 
     Raises:
