@@ -2,8 +2,8 @@
 
 One JSON line per row: `time` is the ratio of the shortest of many interleaved runs of processor time, one thread, in
 ordinary sessions. Exported files are measured beside themselves without what export inserted to keep the function
-whole (`one kernel`), or beside the pure form of `dialect="onnx"` (`folded`: weights that the session dequantizes
-once); graphs by hand compare a kernel of the runtime with the nodes that export writes instead (`kernel`).
+whole or apart (`one kernel`), or beside the pure form of `dialect="onnx"` (`folded`: weights that the session
+dequantizes once, masked scores without denormal numbers); graphs by hand compare a kernel of the runtime with the nodes that export writes instead (`kernel`).
 """
 
 import json
@@ -63,6 +63,14 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute it."""
         return self.cell(x)[0]
+
+
+class Masked(nn.Module):
+    """Shares of scores, of which those of later tokens are hidden."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute it for [heads, tokens, tokens]."""
+        return torch.softmax(x + torch.full((64, 64), -torch.inf).triu(1), -1)
 
 
 def exported(model: nn.Module, example: Tensor, config: qsdk.QuantConfig, path: Path, dialect: str) -> onnx.ModelProto:
@@ -160,7 +168,10 @@ def main() -> None:
             found["one kernel"][title] = ratio(whole, one_by_one(whole))
         whole = exported(RmsNorm(), torch.randn(64, 384), qsdk.w8a8(), path, "onnxruntime")
         found["one kernel"]["RMSNorm"] = ratio(whole, one_by_one(whole))
+        whole = exported(nn.Softmax(-1), torch.randn(768, 64), qsdk.w8a8(), path, "onnxruntime")
+        found["one kernel"]["Softmax of codes, in floats"] = ratio(whole, one_by_one(whole), rows=768)
         folded = {
+            "Softmax of masked scores": (Masked(), torch.randn(12, 64, 64), qsdk.w8a8()),
             "LSTM": (Recurrent(), torch.randn(1, 16, 128), qsdk.w8a8()),
             "Linear in blocks of 4 bits": (nn.Linear(512, 512), torch.randn(8, 512), qsdk.w4a8(block_size=32)),
         }

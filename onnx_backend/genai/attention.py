@@ -15,6 +15,8 @@ from onnx import NodeProto
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import find_products, merge_alike, merged
+from onnx_backend.proto.nodes import metadata
+from onnx_backend.qdq.fast_forms import PART_OF_FORM
 
 Array = npt.NDArray[Any]
 _TURNED_UNIT = 8  # pairs of numbers that the kernel turns at once
@@ -216,7 +218,10 @@ class AttentionWriter:
         return tensor, factor
 
     def _unshifted(self, scores: str) -> str:
-        """Step over a shift of scores by their largest, which changes no share."""
+        """Step over a shift of scores by their largest, and over a bound far below it: they change no share."""
+        bounded = self.editor.maker(scores, "Max")
+        if bounded is not None and PART_OF_FORM in metadata(bounded):
+            scores = bounded.input[0]
         shifted = self.editor.maker(scores, "Sub")
         largest = None if shifted is None else self.editor.maker(shifted.input[1], "ReduceMax")
         return (

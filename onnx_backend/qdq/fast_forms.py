@@ -19,6 +19,12 @@ Each computes the same numbers; measured on onnxruntime 1.32:
 - A mean over all positions of an image runs in floats, and in the slow layout; a GlobalAveragePool on codes.
 - Tokens that are transposed and then made an image keep the runtime from computing on it with the channels last; tokens
   that are made an image and then transposed do not.
+- The shares of masked scores are denormal numbers, with which a processor computes 10 to 20 times as long: Softmax and
+  the QuantizeLinear behind. Where a score is less than the largest of its row by more than 60, its share is below
+  1e-26 and changes no sum; it may as well be exactly 60 less.
+- A product of codes with a stored number, between two pairs, has the same codes as before where the second scale is the
+  first one times that number, which 256 codes tell: only the scale with which they are read is another. In floats, a
+  power of two may be part of the scale of a matrix product's first operand.
 """
 
 import json
@@ -51,24 +57,34 @@ from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large, skeleton
 from onnx_backend.qdq.layer_inputs import PART_KEY
+from onnx_backend.qdq.masks import hides_scores
 from onnx_backend.readers import Readers, quantizers
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
 
 FORM_KEY = "qsdk.stands_for"  # metadata of the last node of a form: the nodes that it stands for, serialized
-_PART_KEY = "qsdk.part_of"  # metadata of its other nodes: what the last one makes
-_NOTES = {FORM_KEY, _PART_KEY}
+PART_OF_FORM = "qsdk.part_of"  # metadata of its other nodes: what the last one makes
+_NOTES = {FORM_KEY, PART_OF_FORM}
 _SPREAD = ("channel_scales", "channel_zero_points")
-_NUMBERS = ("/shape", "/one", *(f"/{end}" for end in _SPREAD))  # ends of the names of numbers that forms store
+_NUMBERS = (
+    "/shape",
+    "/one",
+    "/axes",
+    "/depth",
+    *(f"/{end}" for end in _SPREAD),
+)  # ends of the names of numbers that forms store
 _BYTES = (TensorProto.INT8, TensorProto.UINT8)
 _FOLDED = (*_BYTES, TensorProto.INT4, TensorProto.UINT4)
 _LOOKED_UP = (*_BYTES, TensorProto.INT16, TensorProto.UINT16)
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 #: op without a kernel on codes -> the operands that are weights
 _IN_FLOATS = {"LSTM": (1, 2), "GRU": (1, 2), "RNN": (1, 2), "LayerNormalization": (1, 2)}
+_LOOK_UPS = frozenset({"Gather", "GatherElements", "GatherND"})
 _SIZED = frozenset({"MatMul", "ReduceMean", "Transpose"})  # whose forms depend on sizes
 _BETWEEN = (["Reshape"], ["QuantizeLinear", "DequantizeLinear", "Reshape"])  # what stands behind a Transpose of tokens
 _IMAGE = 4  # axes
+_AXES_AS_INPUT = 18  # the opset from which a ReduceMax reads its axes
+_DEPTH = 60.0  # of scores below the largest, from which on a share is nothing
 _SHAPE_IN_PART = 15  # the opset from which a Shape gives some of the sizes
 _LEAST_AXES = 3  # below that, the runtime itself makes a Gemm of a MatMul and an Add
 _PADDED = ("QuantizeLinear", "DequantizeLinear", "Pad", "QuantizeLinear", "DequantizeLinear")
@@ -82,6 +98,10 @@ def write_fast_forms(model: ModelProto) -> None:
             writer.fold(node)
         elif node.op_type == "DequantizeLinear" and writer.shares_scale(node):
             writer.spread(node)
+        elif node.op_type == "DequantizeLinear" and (chain := writer.multiplied(node)):
+            writer.read_as_before(node, chain)
+        elif node.op_type == "Softmax" and writer.is_masked(node):
+            writer.keep_normal(node)
         elif node.op_type in ("MatMul", "Gemm") and writer.is_dynamic(node):
             writer.multiply(node)
         elif node.op_type in LINEAR and writer.is_behind_pair(node):
@@ -113,7 +133,7 @@ def with_pairs(model: ModelProto) -> ModelProto:
         return model
     result = copied(model)
     graph = result.graph
-    made = {name for node in graph.node if _PART_KEY not in metadata(node) for name in node.output}
+    made = {name for node in graph.node if PART_OF_FORM not in metadata(node) for name in node.output}
     stored, nodes, behind = initializers(graph), list[NodeProto](), dict[str, list[NodeProto]]()
     for node in graph.node:
         facts = metadata(node)
@@ -133,7 +153,7 @@ def with_pairs(model: ModelProto) -> ModelProto:
                     behind.setdefault(source, []).append(one)
                 made.update(one.output)
             nodes.append(last)
-        elif _PART_KEY not in facts:
+        elif PART_OF_FORM not in facts:
             nodes.append(node)
     replace_nodes(graph, _in_order(nodes, behind))
     drop_unused_initializers(graph)
@@ -269,6 +289,55 @@ class _Writer(Readers):
         one = self._store_once(f"{reciprocal.output[0]}/one", np.ones((), np.float32))
         inputs = [one, reciprocal.input[0]]
         self._last(helper.make_node("Div", inputs, [*reciprocal.output], reciprocal.name), [reciprocal])
+
+    def multiplied(self, pair: NodeProto) -> list[NodeProto]:
+        """Return the nodes from a DequantizeLinear to a QuantizeLinear of the same codes, before a pair; else none."""
+        quantize = self.makers.get(pair.input[0])
+        product = (
+            None if quantize is None or quantize.op_type != "QuantizeLinear" else self.makers.get(quantize.input[0])
+        )
+        if quantize is None or product is None or product.op_type not in ("Mul", "Div"):
+            return []
+        source, number = self.makers.get(product.input[0]), self.stored.get(product.input[1])
+        if source is None or number is None or number.dims or number.data_type != TensorProto.FLOAT:
+            return []
+        dtype, operands = self.dtype(quantize), [self._operands(node) for node in (source, quantize)]
+        chain = [source, product, quantize]
+        if self._codes_behind(source) != dtype or dtype not in ("int8", "uint8") or None in operands:
+            return []
+        once = all(self.is_read_once(node.output[0]) for node in chain[1:])
+        return chain if once and self._keeps_codes(chain, np.dtype(dtype)) else []
+
+    def _keeps_codes(self, chain: Sequence[NodeProto], dtype: np.dtype[Any]) -> bool:
+        """Return True if each code comes out of a DequantizeLinear, a product and a QuantizeLinear as it was."""
+        source, product, quantize = chain
+        scale, factor, own = (array(self.stored[node.input[1]]).reshape(()) for node in chain)
+        if not scale.dtype == factor.dtype == own.dtype == np.float32:
+            return False
+        zero, last = (self._operands(node) for node in (source, quantize))
+        codes = np.arange(np.iinfo(dtype).min, np.iinfo(dtype).max + 1)
+        values = (codes - (zero or (b"", 0))[1]).astype(np.float32) * scale
+        values = values * factor if product.op_type == "Mul" else values / factor
+        return bool((np.rint(values / own) + (last or (b"", 0))[1] == codes).all())
+
+    def read_as_before(self, pair: NodeProto, chain: Sequence[NodeProto]) -> None:
+        """Write a pair behind a product of codes as a DequantizeLinear of the codes before it."""
+        source, product, quantize = chain
+        self._dropped.update(node.output[0] for node in chain)
+        read = _changed(pair, [source.input[0], *pair.input[1:]])
+        self._last(read, [source, *self._read_by([product, quantize]), pair])
+
+    def is_masked(self, softmax: NodeProto) -> bool:
+        """Return True for a Softmax of scores of which a mask hides some."""
+        return self._opset >= _AXES_AS_INPUT and hides_scores(softmax.input[0], self)
+
+    def keep_normal(self, softmax: NodeProto) -> None:
+        """Write a Softmax whose scores are no more than 60 below the largest one of their row."""
+        last, scores = softmax.output[0], softmax.input[0]
+        axes = self._numbers(f"{last}/axes", [attributes(softmax).get("axis", -1)])
+        most = self._part(last, "ReduceMax", [scores, axes])
+        least = self._part(last, "Sub", [most, self._store_once(f"{last}/depth", np.array(_DEPTH, np.float32))])
+        self._last(_changed(softmax, [self._part(last, "Max", [scores, least])]), [softmax])
 
     def layer_of(self, bias: NodeProto) -> NodeProto | None:
         """Return the MatMul to which an Add adds its bias, if a Gemm of as many rows as there are runs on codes."""
@@ -510,6 +579,8 @@ class _Writer(Readers):
         if reader.op_type == "Mul":  # of a norm's weight
             others = [self.makers.get(name) for name in reader.input if name != weight]
             return all(node is not None and node.op_type == "Mul" for node in others)
+        if reader.op_type in _LOOK_UPS:  # of the same rows in every run
+            return places == [0] and reader.input[1] in self.stored
         if reader.op_type in _CONVOLUTIONS:
             return places == [1] and (not self._on_codes or self._is_dynamic_pair(reader.input[0]))
         return set(places) <= set(_IN_FLOATS.get(reader.op_type, ()))
@@ -544,7 +615,7 @@ class _Writer(Readers):
         name = self.fresh(f"{last}/{op.lower()}")
         node = helper.make_node(op, list(inputs), [name], name)
         node.attribute.extend(helper.make_attribute(key, value) for key, value in options.items())
-        set_metadata(node, **{_PART_KEY.removeprefix("qsdk."): last})
+        set_metadata(node, **{PART_OF_FORM.removeprefix("qsdk."): last})
         self.nodes.append(node)
         return name
 

@@ -18,6 +18,7 @@ from onnx_backend.proto.external_data import array, bytes_of
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import LARGEST_OPSET, opset_of
 from onnx_backend.proto.weightless import checkable
+from onnx_backend.qdq.fast_forms import FORM_KEY
 from onnx_backend.validation.scope import (
     STANDARD,
     Finding,
@@ -343,6 +344,8 @@ def pairs(q: Quantizer) -> Iterator[Finding]:
     """Yield an error if a DequantizeLinear has not the scale, zero point, axis and block size of its QuantizeLinear."""
     maker = q.scope.makers.get(q.x.name)
     if maker is None or maker.op_type != "QuantizeLinear" or not is_quantizer(maker):
+        return
+    if FORM_KEY in metadata(q.node):  # it reads the codes of a product in front of it; opening the file tells
         return
     quantize = quantizer_of(maker, q.scope)
     for theirs, own, what in ((quantize.scale, q.scale, "scale"), (quantize.zero_point, q.zero_point, "zero point")):

@@ -50,6 +50,8 @@ HALVES = ("float16", "bfloat16")
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _LARGEST_CODE = 255.0  # above a zero point of 8 bits
+#: op -> the op in front with which the runtime makes a slow kernel of it
+_SLOW_BEHIND = {"LayerNormalization": "Add", "Softmax": "DequantizeLinear"}
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
 _WITH_CODES_OF_BIAS = frozenset({"Gemm", "Conv"})
 _SELECT = frozenset({"NonZero", "NonMaxSuppression", "Unique", "Compress"})
@@ -108,15 +110,16 @@ def needed_options(model: ModelProto) -> dict[str, str]:
 
 
 def keep_sums_apart(model: ModelProto) -> None:
-    """Insert a Sum between an Add of floats and the LayerNormalization that reads it, in place.
+    """Insert a Sum between an Add of floats and a LayerNormalization, and between a pair and a Softmax, in place.
 
-    The runtime would make a SkipLayerNormalization of the two, whose kernel takes several times as long (onnxruntime
-    1.32: 105 us for 64 rows of 384, where Add, Sum and LayerNormalization take 22).
+    The runtime would make one kernel of the two, which takes several times as long: a SkipLayerNormalization
+    (onnxruntime 1.32: 105 us for 64 rows of 384, where Add, Sum and LayerNormalization take 22), and a QLinearSoftmax
+    (1.5 to 2.7 times DequantizeLinear, Sum, Softmax and QuantizeLinear, for rows of 49 to 1000).
     """
     known, nodes = Readers(model.graph), list[NodeProto]()
     for node in model.graph.node:
-        total = known.makers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
-        if total is not None and total.op_type == "Add":
+        source = known.makers.get(node.input[0]) if node.op_type in _SLOW_BEHIND else None
+        if source is not None and source.op_type == _SLOW_BEHIND[node.op_type]:
             nodes.append(known.copy(node.input[0]))
             node.input[0] = nodes[-1].output[0]
         nodes.append(node)
