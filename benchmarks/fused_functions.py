@@ -3,7 +3,8 @@
 One JSON line per row: `time` is the ratio of the shortest of many interleaved runs of processor time, one thread, in
 ordinary sessions. Exported files are measured beside themselves without what export inserted to keep the function
 whole or apart (`one kernel`), or beside the pure form of `dialect="onnx"` (`folded`: weights that the session
-dequantizes once, masked scores without denormal numbers); graphs by hand compare a kernel of the runtime with the nodes that export writes instead (`kernel`).
+dequantizes once, masked scores without denormal numbers); graphs by hand compare a kernel of the runtime with the
+nodes that export writes instead (`kernel`).
 """
 
 import json
