@@ -58,7 +58,8 @@ from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large, skeleton
 from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.qdq.masks import hides_scores
-from onnx_backend.readers import Readers, quantizers
+from onnx_backend.qdq.pairs import Pairs
+from onnx_backend.readers import quantizers
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
 
@@ -193,7 +194,7 @@ def _forms_of(model: ModelProto) -> dict[str, bytes]:
     return {node.output[0]: node.SerializeToString(deterministic=True) for node in noted} | own
 
 
-class _Writer(Readers):
+class _Writer(Pairs):
     """A graph while forms are written; `nodes` are those so far."""
 
     def __init__(self, model: ModelProto) -> None:
@@ -290,36 +291,6 @@ class _Writer(Readers):
         inputs = [one, reciprocal.input[0]]
         self._last(helper.make_node("Div", inputs, [*reciprocal.output], reciprocal.name), [reciprocal])
 
-    def multiplied(self, pair: NodeProto) -> list[NodeProto]:
-        """Return the nodes from a DequantizeLinear to a QuantizeLinear of the same codes, before a pair; else none."""
-        quantize = self.makers.get(pair.input[0])
-        product = (
-            None if quantize is None or quantize.op_type != "QuantizeLinear" else self.makers.get(quantize.input[0])
-        )
-        if quantize is None or product is None or product.op_type not in ("Mul", "Div"):
-            return []
-        source, number = self.makers.get(product.input[0]), self.stored.get(product.input[1])
-        if source is None or number is None or number.dims or number.data_type != TensorProto.FLOAT:
-            return []
-        dtype, operands = self.dtype(quantize), [self._operands(node) for node in (source, quantize)]
-        chain = [source, product, quantize]
-        if self._codes_behind(source) != dtype or dtype not in ("int8", "uint8") or None in operands:
-            return []
-        once = all(self.is_read_once(node.output[0]) for node in chain[1:])
-        return chain if once and self._keeps_codes(chain, np.dtype(dtype)) else []
-
-    def _keeps_codes(self, chain: Sequence[NodeProto], dtype: np.dtype[Any]) -> bool:
-        """Return True if each code comes out of a DequantizeLinear, a product and a QuantizeLinear as it was."""
-        source, product, quantize = chain
-        scale, factor, own = (array(self.stored[node.input[1]]).reshape(()) for node in chain)
-        if not scale.dtype == factor.dtype == own.dtype == np.float32:
-            return False
-        zero, last = (self._operands(node) for node in (source, quantize))
-        codes = np.arange(np.iinfo(dtype).min, np.iinfo(dtype).max + 1)
-        values = (codes - (zero or (b"", 0))[1]).astype(np.float32) * scale
-        values = values * factor if product.op_type == "Mul" else values / factor
-        return bool((np.rint(values / own) + (last or (b"", 0))[1] == codes).all())
-
     def read_as_before(self, pair: NodeProto, chain: Sequence[NodeProto]) -> None:
         """Write a pair behind a product of codes as a DequantizeLinear of the codes before it."""
         source, product, quantize = chain
@@ -346,7 +317,7 @@ class _Writer(Readers):
             return None
         source, weight, added = (self.makers.get(name) for name in _operands_of(layer, bias))
         behind = [self.dtype(node) for node in quantizers(bias, self)]
-        if source is None or weight is None or added is None or {*behind, self._codes_behind(source)} != {"uint8"}:
+        if source is None or weight is None or added is None or {*behind, self.codes_behind(source)} != {"uint8"}:
             return None  # the runtime does not load a Reshape beside signed codes
         codes, numbers = self._stored(weight, _BYTES), self._stored(added, (TensorProto.INT32,))
         sizes = self._sizes.get(layer.input[0], ())
@@ -383,7 +354,7 @@ class _Writer(Readers):
         if source is None or axes is None or rank < _LEAST_AXES or facts.get("keepdims", 1) != 1:
             return False
         over = sorted(int(axis) % rank for axis in array(axes).reshape(-1))
-        return over == [*range(2, rank)] and self._codes_behind(source) == "uint8"
+        return over == [*range(2, rank)] and self.codes_behind(source) == "uint8"
 
     def pool(self, mean: NodeProto) -> None:
         """Write a mean over all positions as a GlobalAveragePool."""
@@ -412,10 +383,10 @@ class _Writer(Readers):
         if attributes(first).get("perm") != [0, 2, 1] or not is_image or wanted[0] > 0:
             return []
         before = self.makers.get(first.input[0], first)
-        same = all(self._operands(node) == self._operands(before) for node in pair) and None not in map(
-            self._operands, pair
+        same = all(self.operands(node) == self.operands(before) for node in pair) and None not in map(
+            self.operands, pair
         )
-        return chain if not pair or (same and self._codes_behind(before) == self.dtype(pair[0])) else []
+        return chain if not pair or (same and self.codes_behind(before) == self.dtype(pair[0])) else []
 
     def transpose_behind(self, chain: Sequence[NodeProto]) -> None:
         """Write a Transpose of tokens and the Reshape to an image as a Reshape and a Transpose of the image."""
@@ -514,10 +485,10 @@ class _Writer(Readers):
             nodes.insert(0, node)
         pad, *_, dequantize = taken = nodes[2:]
         readers = [self.readers[node.output[0]] for node in taken]
-        operands = [self._operands(node) for node in nodes if node is not pad]
+        operands = [self.operands(node) for node in nodes if node is not pad]
         if any(len(found) > 1 for found in readers[:-1]) or None in operands or len(set(operands)) > 1:
             return []
-        if self.outputs.intersection(node.output[0] for node in taken) or not self._zeros_of(pad):
+        if self.outputs.intersection(node.output[0] for node in taken) or not self.zeros_of(pad):
             return []
         return nodes if all(_can_pad(node, dequantize.output[0]) for node in readers[-1]) else []
 
@@ -525,7 +496,7 @@ class _Writer(Readers):
         """Write a convolution with the zeros that a Pad would put."""
         first, before, pad, quantize, dequantize = zeros
         padded, own = _changed(conv, [before.output[0], *conv.input[1:]]), attributes(conv).get("pads", ())
-        sizes = [a + b for a, b in zip(self._zeros_of(pad), own or repeat(0), strict=False)]
+        sizes = [a + b for a, b in zip(self.zeros_of(pad), own or repeat(0), strict=False)]
         set_attributes(padded, {"pads": sizes})
         self._dropped.update(node.output[0] for node in zeros[2:])
         # the pair behind the Pad has the operands of the pair in front
@@ -547,29 +518,6 @@ class _Writer(Readers):
     def _stored(self, pair: NodeProto, types: Sequence[int]) -> TensorProto | None:
         codes = self.stored.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
         return codes if codes is not None and codes.data_type in types else None
-
-    def _codes_behind(self, pair: NodeProto) -> str:
-        """Return the type of the codes that a DequantizeLinear of an activation reads; "" for any other node."""
-        quantize = self.makers.get(pair.input[0]) if pair.op_type == "DequantizeLinear" else None
-        return "" if quantize is None else self.dtype(quantize)
-
-    def _operands(self, node: NodeProto) -> tuple[bytes, int] | None:
-        """Return the scale and zero point of a node of a pair, comparable; None where they are not stored numbers."""
-        stored = [self.stored.get(name) for name in node.input[1:]]
-        values = [array(tensor) for tensor in stored if tensor is not None and not any(n != 1 for n in tensor.dims)]
-        if len(values) < len(stored):
-            return None
-        return values[0].tobytes(), int(values[1].reshape(-1)[0]) if len(values) > 1 else 0
-
-    def _zeros_of(self, pad: NodeProto) -> list[int]:
-        """Return the sizes, as a convolution has them, of a Pad that puts zeros behind the channels; else nothing."""
-        names, mode = [name for name in pad.input[1:] if name], attributes(pad).get("mode", "constant")
-        if mode != "constant" or len(pad.input) > 3 or any(name not in self.stored for name in names):
-            return []
-        sizes, *value = (array(self.stored[name]).reshape(-1).tolist() for name in names)
-        rank = len(sizes) // 2
-        beside = [*sizes[:2], *sizes[rank : rank + 2], *(value[0] if value else ())]
-        return [*sizes[2:rank], *sizes[rank + 2 :]] if not any(beside) and min(sizes) >= 0 else []
 
     def _is_in_floats(self, reader: NodeProto, weight: str) -> bool:
         """Return True if nothing that the runtime has computes a reader of a stored weight on its codes."""

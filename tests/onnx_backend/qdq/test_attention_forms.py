@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from test_fast_forms import exported, require_same_sim
+from fast_files import exported, require_same_sim
 from torch import nn
 
 import qsdk
