@@ -5,6 +5,10 @@ networks are those of `ptq_networks.py` and the demo network; accuracies in perc
 sees 512 images; `trained` goes on from there for N steps of 64 images, on labels and on what the float network says
 (0: not done). `proven` is the most bits that a layer's sums need by the certificate of the integer file, without the
 bias.
+
+`python benchmarks/accumulators.py --pairs "six Linear 512" "UNet"`: of networks of `deployed.py`, batch 8, the SQNR in
+dB of `for_dialect("onnxruntime")`, whose sums of pairs are exact on every processor, and with `processor="vnni"`,
+without and with `gptq`.
 """
 
 import copy
@@ -16,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deployed_networks import NETWORKS as DEPLOYED
+from deployed_networks import settled
 from ptq_networks import NETWORKS, accuracy, calibration, trained, training_set
 from qat_accuracy import batches
 from torch import nn
@@ -71,7 +77,33 @@ def measured(name: str, steps: int, limits: dict[str, Any]) -> dict[str, float]:
     return {**{key: round(value, 2) for key, value in result.items()}, "lost": round(result["float"] - best, 2)}
 
 
+def pairs(name: str) -> dict[str, float]:
+    """The SQNR of one deployed network, for every processor and with VNNI, nearest and by gptq."""
+    torch.manual_seed(0)
+    batches = [DEPLOYED[name].batch(8, seed) for seed in range(8)]
+    network = settled(DEPLOYED[name].make(), batches[0])
+    with torch.no_grad():
+        wanted = torch.cat([network(*batch) for batch in batches[6:]])
+    result = {}
+    for processor in ("any", "vnni"):
+        config = qsdk.w8a8().for_dialect("onnxruntime", processor=processor)
+        sim = qsdk.quantize(network, batches[0], config)
+        qsdk.calibrate(sim, batches[:6], progress=False)
+        for verb in ("nearest", "gptq"):
+            if verb == "gptq":
+                qsdk.gptq(sim, batches[:6], progress=False)
+            noise = torch.cat([sim(*batch) for batch in batches[6:]]) - wanted
+            ratio = wanted.square().sum() / noise.square().sum()
+            result[f"{processor}, {verb}"] = round(float(10 * ratio.log10()), 1)
+    return result
+
+
 def main() -> None:
+    if "--pairs" in sys.argv:
+        torch.set_num_threads(1)
+        names = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+        print(json.dumps({"benchmark": "pairs, dB", **{name: pairs(name) for name in names}}))
+        return
     options = dict(argument[2:].split("=") for argument in sys.argv[1:] if argument.startswith("--"))
     names = [argument for argument in sys.argv[1:] if not argument.startswith("--")] or ["demo", *NETWORKS]
     tile = options.get("tile")

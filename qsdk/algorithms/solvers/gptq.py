@@ -26,6 +26,7 @@ from qsdk.core.layers.accumulators import fitted_encoding, limit_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import changed_block_scales, round_up_to_digits
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock
 from qsdk.core.numerics.sum_limits import SumLimit
 
 Scales = Literal["search", "fixed"]
@@ -82,6 +83,9 @@ def solve(
 def _limit_of(problem: LayerProblem, bits: int | None, tile: int | None) -> SumLimit | None:
     if bits is not None:
         return limit_of(problem.site, problem.spec, problem.layout, problem.input_steps, bits, tile)
+    spec, plain = problem.spec, problem.spec.symmetric and not isinstance(problem.spec.granularity, PerBlock)
+    if spec.dtype.exact_sums and plain:  # kernels add pairs of products with bytes in 16 bits
+        return limit_of(problem.site, spec, problem.layout, 255, 16, 2)
     return None
 
 

@@ -134,6 +134,23 @@ def test_the_codes_of_a_file_for_every_processor_never_saturate(verb, tmp_path):
     assert qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False).summary["passed"]
 
 
+def test_gptq_comes_nearer_to_the_float_layer_within_the_pairs():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 16), torch.randn(512, 64).relu()
+    config = qsdk.QuantConfig(weight="int8_exact", activation="uint8").override("*", output="float32")
+    qsdk.calibrate(sim := qsdk.quantize(layer, x, config), [x], progress=False)
+
+    def error():
+        return float((sim(x) - layer(x).detach()).square().mean())
+
+    nearest = error()
+    report = qsdk.gptq(sim, [x], progress=False)
+    assert error() < 0.8 * nearest
+    assert error() / float(layer(x).detach().square().mean()) < 2 * report.rows[0]["error_after"]
+    stored = sim.stored_floats(["self:weight"])["self:weight"]
+    assert not saturates(sim.encodings["self:weight"].quantize(stored), 0)
+
+
 class Tied(torch.nn.Module):
     """An output layer that multiplies with the table of words."""
 
