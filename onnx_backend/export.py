@@ -29,7 +29,7 @@ from onnx_backend.proto.write_file import Check, write_files
 from onnx_backend.qdq.fast_forms import with_pairs
 from onnx_backend.qdq.narrow_regions import narrow_regions, sites_inside
 from onnx_backend.qdq.older_opsets import LOWEST
-from onnx_backend.qdq.read import mark_frozen
+from onnx_backend.qdq.read import mark_frozen, require_written
 from onnx_backend.qdq.stored_weights import bytes_of_whole
 from onnx_backend.runtimes.registry import runtime_named
 from onnx_backend.runtimes.runtime import Prefer, Runtime
@@ -99,6 +99,7 @@ def write_model(
     """
     _require_choices(path, opset, prefer)
     runtime = runtime_named(dialect)
+    require_written(plan.decisions.values())  # first: its remedy is for every dialect
     if runtime.refuse is not None:
         runtime.refuse(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights, prefer=prefer)

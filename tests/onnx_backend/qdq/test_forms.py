@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model, mlp, optimized, prepared, run, weights
@@ -279,6 +280,15 @@ def test_what_the_runtime_cannot_run_is_not_written_for_it(name: str, tmp_path):
     with pytest.raises(ExportError, match=r'mm1:weight.*no kernel for float4e2m1; export .* with dialect="onnx"'):
         qsdk.export(sim, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dialect", ["onnxruntime", "onnx"])
+def test_blocks_of_activations_are_refused_with_a_remedy_that_every_dialect_has(dialect: str, tmp_path):
+    model, x = torch.nn.Linear(32, 8), torch.randn(4, 32)
+    qsdk.calibrate(sim := qsdk.quantize(model, x, qsdk.block_scaled("nvfp4")), [x], progress=False)
+    with pytest.raises(ExportError, match='export with format="compressed-tensors"') as error:
+        qsdk.export(sim, tmp_path / "model.onnx", dialect=dialect)
+    assert "dialect=" not in str(error.value)
 
 
 def test_a_tampered_block_scale_is_written_as_float32():
