@@ -90,7 +90,8 @@ class CallNotes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Note what a test calls, its own fixtures' end included."""
+        """Note what a test calls, its own fixtures' end included; what imports call is no test's."""
+        self.calls.called.clear()
         start = sum(os.times()[:4])  # of the processor, ended children included: loaded machines are slow
         try:
             return (yield)

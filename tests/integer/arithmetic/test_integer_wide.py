@@ -9,10 +9,12 @@ from exact_integer import integers_of, require_near, surroundings
 from fixed_point_programs import ALL_FUNCTIONS, CASES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from onnx import helper
 
 from onnx_backend.integer.fixed_point import fixed_arithmetic, newton, to_fixed
 from onnx_backend.integer.fixed_point.curves import CURVES, bent
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Linear, Lookup, Refused, Term
+from onnx_backend.integer.lowering.nonlinear.wide_forms import wide_matmul
 
 
 def spread_out(lo, hi, count=60, seed=0):
@@ -227,6 +229,24 @@ def test_a_bound_far_below_a_step_keeps_a_value_from_zero(bound):
     assert found.lo > 0
     assert found.hi < 1 << 62
     assert abs(integers[0] * found.scale / bound - 1) < 2.0**-5
+
+
+def test_constants_of_some_channels_count_their_rounding():
+    values = np.arange(6).reshape(3, 2)
+    for constants in ([[0.1, 0.0], [0.2, 0.7]], [[0.2, 0.7], [0.1, 0.0]]):
+        found, _ = integers_of(fixed_arithmetic.add, values, values, scales=[1.0, 1.0], constants=constants)
+        exact = [sum(map(Fraction, pair)) for pair in zip(*constants, strict=True)]
+        off = [abs(Fraction(float(c)) - x) for c, x in zip(found.constant, exact, strict=True)]
+        assert 0 < max(off) <= Fraction(found.error) * Fraction(float(found.scale))
+
+
+def test_the_error_of_a_product_is_that_of_both_matrices_at_once():
+    node = helper.make_node("MatMul", ["x", "z"], ["y"])
+    left = FixedPoint("x", np.asarray(1.0), 0, 4, error=3.0)
+    right = FixedPoint("z", np.asarray(0.5), -5, 5, error=2.0)
+    found = wide_matmul(surroundings(x=(2, 3), z=(3, 2)), node, (left, right))
+    assert found.error >= 3 * ((4 + 3) * (5 + 2) - 4 * 5)
+    assert found.error < 1.01 * 3 * ((4 + 3) * (5 + 2) - 4 * 5)
 
 
 def test_a_small_epsilon_does_not_vanish():
