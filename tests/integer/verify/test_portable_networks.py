@@ -60,6 +60,17 @@ def test_float_edges_leave_the_model_the_same(name):
         np.testing.assert_array_equal(one, other)
 
 
+def test_parts_that_leave_as_one_tensor_have_their_scales_along_its_axis():
+    net = Net()
+    boxes = net.qdq(net.input([2, 3, 4], "a"), 2.5, 100)
+    scores = net.qdq(net.op("Sigmoid", net.qdq(net.input([2, 3, 3], "c"), 0.03, 120)), 1 / 255, 0)
+    net.output(net.op("Concat", boxes, scores, axis=2), [2, 3, 7])
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.normal(size=(2, 3, n)).astype(np.float32) * 100 for name, n in (("a", 4), ("c", 3))}
+    (wanted,), (found,) = (onnxruntime(made.model, feeds) for made in both(net.model(), edges="float"))
+    np.testing.assert_array_equal(found, wanted)
+
+
 def layer_norm():
     net = Net()
     x = net.qdq(net.input([3, 5, 24]), 0.05, 119)
