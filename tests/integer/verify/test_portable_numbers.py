@@ -88,6 +88,7 @@ def evaluate(chain):
 @given(st.lists(st.tuples(STEP, st.integers(0, 50)), min_size=1, max_size=8), st.integers(0, 1000))
 @example([(("times", (1 << 30) - 1), 5), (("shift", 3), 6), (("add", 7), 7), (("shift", 14), 8)], 3)
 @example([(("times", (1 << 31) - 5), 5), (("add", 6), 6), (("add", 7), 7), (("add", 7), 8), (("shift", 15), 9)], 4)
+@example([(("shift", 30), 2), (("shift", 29), 3)], 0)
 @example([(("multiply", 2), 2), (("multiply", 1), 0), (("add", 6), 7), (("shift", 31), 8), (("flat", 0), 9)], 0)
 @example([(("times", -(1 << 27) - 3), 3), (("plus", (1 << 45) - 1), 6), (("shift", 17), 7), (("shift", 28), 6)], 1)
 @example(
