@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from islands import BATCHES, DOORS, batches, everything, outputs, sim_at
+from torch import nn
 
 import qsdk
 from qsdk import CalibrationError, ConfigError, FileFormatError, calibrate, export, float16, load_encodings, quantize
@@ -395,3 +396,17 @@ def test_a_file_for_other_dtypes_is_refused_site_by_site(tmp_path):
     sim = sim_at("onnx")
     sim.replan(qsdk.w4a8())
     load_encodings(sim, path)
+
+
+def test_a_site_in_float16_that_is_not_here_is_unexpected(tmp_path):
+    x = torch.randn(2, 3, 8, 8)
+    layers = [nn.Conv2d(3, 3, 3), nn.Sigmoid(), nn.Sigmoid()]
+    longer, shorter = (
+        qsdk.quantize(nn.Sequential(*layers[:count]), x, config)
+        for count, config in ((3, qsdk.w8a8().skip("2", dtype="float16")), (2, qsdk.w8a8()))
+    )
+    for sim in (longer, shorter):
+        qsdk.calibrate(sim, [x], progress=False)
+    qsdk.save_encodings(longer, tmp_path / "encodings.json")
+    report = qsdk.load_encodings(shorter, tmp_path / "encodings.json")
+    assert [row["site"] for row in report.rows if row["state"] == "unexpected"] == ["2:output"]

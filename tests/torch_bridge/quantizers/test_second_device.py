@@ -244,3 +244,10 @@ def test_calibration_waits_once_for_each_batch(kind):
             qsdk.calibrate(far, own, progress=False)
         counts.append(len(waits))
     assert counts[1] - counts[0] == len(data) - 1
+
+
+def test_an_example_in_another_dtype_keeps_what_is_no_tensor_of_the_old_one():
+    given = Example((torch.ones(2), 3), {"scale": 0.5, "ids": torch.arange(2)})
+    made = given.converted(torch.float32, torch.float64)
+    assert (made.args[0].dtype, made.args[1]) == (torch.float64, 3)
+    assert (made.kwargs["scale"], made.kwargs["ids"].dtype) == (0.5, torch.int64)
