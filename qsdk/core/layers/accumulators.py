@@ -102,6 +102,9 @@ def fitted_encoding(encoding: Encoding, weight: Array, layout: WeightLayout, spe
     """Return an encoding with the scales that leave a weight [groups, outputs, K] the least error within a limit."""
     cells = layout.cells(encoding)[..., 0]
     lo, hi, start = encoding.dtype.lo, encoding.dtype.hi, encoding.scale.reshape(-1)
+    nearest = (weight / start[cells][..., None]).round().clip(lo, hi)
+    if limit.largest(nearest) <= limit.most:
+        return encoding  # as for most layers with tiles
 
     def error_of(scales: Array) -> Array:
         own = scales[cells][..., None]
@@ -114,14 +117,10 @@ def fitted_encoding(encoding: Encoding, weight: Array, layout: WeightLayout, spe
             tried = (at * np.float32(factor)).astype(np.float32)
             tried = tried if spec.scale_bits is None else round_up_to_digits(tried, spec.scale_bits)
             found = error_of(tried)
+            if factors is _GROWTH and not (found < least).any():
+                break
             best, least = np.where(found < least, tried, best), np.minimum(found, least)
-            if factor == 1 and _fits(weight, start[cells][..., None], lo, hi, limit):
-                return encoding  # as for most layers with tiles
     return replace(encoding, scale=best.astype(np.float32).reshape(encoding.scale.shape))
-
-
-def _fits(weight: Array, scale: Array, lo: float, hi: float, limit: SumLimit) -> bool:
-    return limit.largest((weight / scale).round().clip(lo, hi)) <= limit.most
 
 
 def accumulator_rows(sim: HasWeights, tile: int | None = None) -> Iterator[dict[str, Any]]:
