@@ -42,10 +42,7 @@ def share_codes(b: Builder, op: Requantization, rows: Shares) -> bool:
     raised = (zero << n) + (1 << (n - 1))
     bits, error = narrow or (_EXPONENT, float(rows.error * steps + Fraction(1, 1 << (n - _EXPONENT - 1))))
     drop = _EXPONENT - bits
-    flat = b.node("Reshape", [rows.index, b.constant([-1], np.int64)])
-    table = (rows.table + (1 << drop >> 1)) >> drop
-    powers = b.node("GatherElements", [b.constant(table, kind, "table"), flat], axis=0)
-    powers = b.node("Reshape", [powers, b.shape_of(rows.index, op.result)])
+    powers = _exponentials(b, op, rows, drop, to)
     sums = b.node("MatMul", [powers, b.constant(np.ones((rows.length, 1)), kind)])
     if narrow and not cut:
         wide = b.cast(sums, _UINT64)
@@ -66,6 +63,20 @@ def share_codes(b: Builder, op: Requantization, rows: Shares) -> bool:
     b.write("Cast", [found], op.result, to=op.encoding.onnx_kind)
     op.row.update(form="shares of rows", rounding="half_up", error_bound=round_up(Fraction(error)))
     return True
+
+
+def _exponentials(b: Builder, op: Requantization, rows: Shares, drop: int, to: int) -> str:
+    """Write the exponentials, of which the last bits are rounded off."""
+    kind, half = (np.uint32 if to == _UINT32 else np.uint64), 1 << drop >> 1
+    if rows.table is None:
+        powers = b.cast(rows.index, to)
+        if drop:
+            powers = b.node("Add", [powers, b.constant(half, kind)])
+            powers = b.node("BitShift", [powers, b.constant(drop, kind)], direction="RIGHT")
+        return powers
+    flat = b.node("Reshape", [rows.index, b.constant([-1], np.int64)])
+    powers = b.node("GatherElements", [b.constant((rows.table + half) >> drop, kind, "table"), flat], axis=0)
+    return b.node("Reshape", [powers, b.shape_of(rows.index, op.result)])
 
 
 def _in_32_bits(rows: Shares, steps: float, n: int, *, cut: bool) -> tuple[int, float] | None:

@@ -111,8 +111,8 @@ class Softmax:
 class Shares:
     """The shares of exponentials in the sums of their rows, which some targets compute without their accumulators."""
 
-    index: str  # int32, places in the table
-    table: Array  # the exponentials in units of 2**-30, of which every row has a largest of 1
+    index: str  # int32, places in the table; without a table the exponentials in its unit
+    table: Array | None  # the exponentials in units of 2**-30, of which every row has a largest of 1
     axis: int  # of a row
     length: int  # of a row
     missing: str  # a bool tensor without the axis, true for rows whose shares are 0; empty if there are none

@@ -267,3 +267,28 @@ def test_masked_scores_become_codes_by_one_product(scale, zero, lowest, length):
     for level in LEVELS:
         found = run(result.model, {"x": reals.astype(np.float32), "kept": some}, level)["y"] / step + zero
         assert np.abs(found - wanted)[compared].max() <= 0.5 + row["error_bound"] + 1e-4
+
+
+@pytest.mark.parametrize(("length", "narrow"), [(2, True), (49, True), (600, False)])
+@pytest.mark.parametrize(("scale", "zero"), [(1 / 255, 0), (1 / 200, 20)])
+def test_scores_on_a_fine_grid_become_codes_by_one_product(scale, zero, length, narrow):
+    """A position's bias and a window's mask are on no grid of the scores: they have no table of differences."""
+    net, shape = Net(), [4, 3, 7, length]
+    x = net.qdq(net.input(shape), 0.05, 100)
+    bias = np.random.default_rng(5).normal(0, 1, (3, 7, length)).astype(np.float32)
+    bias = bias[None] - 100 * (np.random.default_rng(6).random((4, 1, 7, length)) < 0.3).astype(np.float32)
+    net.output(net.qdq(net.op("Softmax", net.op("Add", x, net.const(bias)), axis=-1), scale, zero), shape)
+    feeds = {"x": noise(shape)}
+
+    def exact(given):
+        return softmax(on_grid(given["x"], 0.05, 100) + bias.astype(np.float64))
+
+    loose = {"tolerance": 0.05, "differing": 0.05}
+    bound, result = require_exact(net.model(), feeds, exact, target="onnxruntime", saturated=1.0, **loose)
+    (row,) = result.certificate["requantizations"]
+    assert row["form"] == "shares of rows"
+    assert any(tensor.data_type == TensorProto.UINT32 for tensor in result.model.graph.initializer)
+    sums = [node for node in result.model.graph.node if node.op_type == "ReduceSum"]
+    assert not sums  # by a product with ones, not in 64 bits by rows
+    assert bound <= (1 / 16 if narrow else 1e-3)
+    assert (bound > 1e-3) == narrow

@@ -152,7 +152,7 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         found, rows = _of_short_rows(ctx, near, near.length)
         missing = bool(rows.missing)
     else:
-        found, missing = _of_rows(ctx, near)
+        found, missing, rows = _of_rows(ctx, near)
     guard = float(metadata(node).get(GUARD, 0.0))
     value = replace(found, missing=missing, error=found.error + guard / float(found.scale))
     if rows is not None:
@@ -167,8 +167,11 @@ def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return value
 
 
-def _of_rows(ctx: LoweringContext, near: _Near) -> tuple[FixedPoint, bool]:
-    """Write shares by a division in 64 bits; return True beside them if a row can be masked altogether."""
+def _of_rows(ctx: LoweringContext, near: _Near) -> tuple[FixedPoint, bool, Shares | None]:
+    """Write shares by a division in 64 bits; return True beside them if a row can be masked altogether.
+
+    What they are computed from is returned too, where no row can be and none is too long.
+    """
     rows = _rows(ctx, near)
     share = ctx.node("Div", [ctx.constant64(1 << ROOM), rows.sums])
     if rows.missing:  # 0, where the standard has NaN
@@ -178,7 +181,10 @@ def _of_rows(ctx: LoweringContext, near: _Near) -> tuple[FixedPoint, bool]:
     off = 2.0 * rows.relative / (1.0 - rows.relative) if rows.relative < 0.5 else 1.0
     moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + off + rows.length * 2.0 ** (_BITS - ROOM)
     found = int64_value(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
-    return narrow_to(ctx, found, _BITS), bool(rows.missing)
+    given = moved - rows.length * 2.0 ** (_BITS - ROOM)  # without the division
+    short = near.length is not None and near.length <= LONGEST and not rows.missing
+    kept = Shares(rows.exponentials, None, near.axis, rows.length, "", given) if short else None
+    return narrow_to(ctx, found, _BITS), bool(rows.missing), kept
 
 
 def _of_short_rows(ctx: LoweringContext, near: _Near, length: int) -> tuple[FixedPoint, Shares]:
