@@ -35,6 +35,12 @@ def verb(name: str, **how: Any) -> Work:
     return lambda sim, batches: getattr(qsdk, name)(sim, batches, progress=False, **how)
 
 
+def both(scales: str) -> Work:
+    """Return `seq_mse` and then `adaround`."""
+    first, second = verb("seq_mse"), verb("adaround", scales=scales)
+    return lambda sim, batches: (first(sim, batches), second(sim, batches))
+
+
 def methods(iterations: int) -> dict[str, Work]:
     """Return what is compared."""
     blocks = partial(verb, "tune_blocks", iterations=iterations)
@@ -42,11 +48,9 @@ def methods(iterations: int) -> dict[str, Work]:
         "nearest": lambda sim, batches: None,
         "gptq": verb("gptq"),
         "adaround": verb("adaround"),
-        "seq_mse, adaround": lambda sim, batches: (
-            verb("seq_mse")(sim, batches),
-            verb("adaround")(sim, batches),
-        ),
+        "seq_mse, adaround": both("search"),
         "adaround, fixed ranges": verb("adaround", scales="fixed"),
+        "seq_mse, adaround, fixed ranges": both("fixed"),
         "blocks": blocks(),
         "blocks, dropping": blocks(drop=0.5),
         "blocks, Fisher": blocks(weighting="fisher"),
