@@ -18,13 +18,14 @@ import torch
 from checkpoints import digests, token_rows, write_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_decoders import VOCABULARY
+from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
 import qsdk
 from qsdk.cli import main
 from qsdk.commands import quantize as checkpoint
 from qsdk.commands.data.tokens import token_batches
-from qsdk.verbs.checkpoints import RUN
+from qsdk.verbs.checkpoints import RUN, apply_verbs
 
 DATA = token_rows(3, 12, VOCABULARY)
 
@@ -86,6 +87,16 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_files(tmp_path: Path)
     command[2] = tmp_path / "whole"
     assert run_cli(*command).wait() == 0
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+
+
+def test_a_verb_that_keeps_no_checkpoint_runs_behind_one_that_does(tmp_path: Path):
+    torch.manual_seed(0)
+    x = torch.randn(32, 6)
+    sim = qsdk.quantize(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), x, qsdk.w8a8())
+    qsdk.calibrate(sim, [x], progress=False)
+    reports = apply_verbs(sim, [x], ["seq_mse", "equalize"], run=tmp_path)
+    assert all(report.rows for report in reports)
+    assert [path.name for path in tmp_path.iterdir()] == ["0-seq_mse"]
 
 
 def test_the_command_needs_data_for_ranges_and_verbs_alone(folder: Path, tmp_path: Path, capsys):
