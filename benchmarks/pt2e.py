@@ -102,10 +102,15 @@ def in_runtime(edge: Any) -> Callable[..., Tensor]:
     return run
 
 
+def tests_of(network: Network) -> list[tuple[Tensor, ...]]:
+    """Return the test batches: memory is planned for no more rows than the example has."""
+    return [network.batch(seed, ROWS - 1 if network.fewer else ROWS) for seed in TESTS]
+
+
 def on_tests(run: Callable[..., Tensor], network: Network) -> Tensor:
     """Return the outputs of the test batches."""
-    with torch.no_grad():  # memory is planned for no more rows than the example has
-        return torch.cat([run(*network.batch(seed, ROWS - 1)) for seed in TESTS])
+    with torch.no_grad():
+        return torch.cat([run(*test) for test in tests_of(network)])
 
 
 def theirs(model: torch.nn.Module, network: Network, bits: int) -> torch.export.ExportedProgram:
@@ -157,7 +162,7 @@ def measure_ours(model: torch.nn.Module, network: Network, row: Row, folder: Pat
     row["delegated"], row["integer"] = shares(edge)
     row["pte_db"] = decibels(simulated, on_tests(in_runtime(edge), network))
     if row["pte_db"] < NOISE_OF_FLOATS:
-        tests = [network.batch(seed, ROWS - 1) for seed in TESTS]
+        tests = tests_of(network)
         parity = qsdk.check_parity(sim, folder / "m.pt2", tests, runtime="executorch", progress=False).summary
         row |= {"pte_lsb": parity["activations_max_lsb"], "first": parity.get("first_off", "")}
     if short:

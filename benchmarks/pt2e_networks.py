@@ -27,10 +27,14 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Network:
-    """How to make a module in eval mode, and the tensors that it takes: of a seed and a number of rows."""
+    """How to make a module in eval mode, and the tensors that it takes: of a seed and a number of rows.
+
+    ExecuTorch 1.5.1 runs a GRU, also a float one, with as many rows as the example has alone: `fewer` is False.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
+    fewer: bool = True
 
 
 class Positional(nn.Module):
@@ -63,7 +67,7 @@ def of_tests(name: str) -> Network:
     def make() -> nn.Module:
         return Positional(tiny.model_of(name), list(inputs(0, 2, 12))).eval()
 
-    return Network(make, lambda seed, rows: tuple(inputs(seed, rows, 12).values()))
+    return Network(make, lambda seed, rows: tuple(inputs(seed, rows, 12).values()), name != "nn.GRU")
 
 
 def networks() -> Iterator[tuple[str, Network]]:

@@ -49,7 +49,14 @@ _RECURRENT: Mapping[str, Any] = {
     "RNN_RELU": _ATEN.rnn_relu.input,
 }
 #: give back what they are given, where the dtype is the same
-_COPIES = (_ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN.to.device, _ATEN.detach.default, _ATEN.alias.default)
+_COPIES = (
+    _ATEN.to.dtype,
+    _ATEN.to.dtype_layout,
+    _ATEN.type_as.default,
+    _ATEN.to.device,
+    _ATEN.detach.default,
+    _ATEN.alias.default,
+)
 #: give a list of tensors -> the place of their argument that is the axis
 _SPLITS: Mapping[Any, int] = {
     **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), 2),
