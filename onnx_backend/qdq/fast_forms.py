@@ -23,8 +23,7 @@ Each computes the same numbers; measured on onnxruntime 1.32:
   the QuantizeLinear behind. Where a score is less than the largest of its row by more than 60, its share is below
   1e-26 and changes no sum; it may as well be exactly 60 less.
 - A product of codes with a stored number, between two pairs, has the same codes as before where the second scale is the
-  first one times that number, which 256 codes tell: only the scale with which they are read is another. In floats, a
-  power of two may be part of the scale of a matrix product's first operand.
+  first one times that number, which 256 codes tell: only the scale with which they are read is another.
 """
 
 import json

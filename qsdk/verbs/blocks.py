@@ -43,6 +43,13 @@ _WEIGHTINGS = ("equal", "fisher")
 
 
 @same_on_ranks
+class BlockOptions(WalkOptions, total=False):
+    """What `tune_blocks` takes that changes how a block learns."""
+
+    drop: float
+    weighting: str
+
+
 def tune_blocks(
     sim: Sim,
     data: Iterable[Any],
@@ -52,9 +59,7 @@ def tune_blocks(
     learn: Sequence[str] = _LEARN,
     batch_size: int = 32,
     lr: float = 0.04,
-    drop: float = 0.0,
-    weighting: str = "equal",
-    **options: Unpack[WalkOptions],
+    **options: Unpack[BlockOptions],
 ) -> Report:
     """Learn, block by block, the rounding of weights and the scales, or all parameters, by the error of its output.
 
@@ -73,12 +78,12 @@ def tune_blocks(
             whole model can follow.
         batch_size: samples per step, as rows of the batches.
         lr: how far first steps move a weight, in steps of its scale; falls linearly to 0.
-        drop: share of the elements, at random, of a block's input that is taken from the float model and of each
-            activation in it that is not quantized, while it learns (QDrop, where it is 0.5).
-        weighting: of the errors at a block's output: `equal`, or `fisher`, by the squared gradient there of the float
-            model's outputs, which takes one more pass and a backward pass over the data (BRECQ).
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
-            solved layers, from which a second run continues.
+            solved layers, from which a second run continues. And `drop` (0.0): the share of the elements, at random, of
+            a block's input that is taken from the float model and of each activation in it that is not quantized, while
+            it learns (QDrop, where it is 0.5). And `weighting` of the errors at a block's output: `equal`, or `fisher`,
+            by the squared gradient there of the float model's outputs, which takes one more pass and a backward pass
+            over the data (BRECQ).
 
     Returns:
         Rows `block`, `error_before`, `error_after` (of the output on held-back samples, relative to its energy),
@@ -102,6 +107,7 @@ def tune_blocks(
     """
     run = run_of(tune_blocks, options)
     tuned = module_sim(sim, "tune_blocks", "use qsdk.adaround or qsdk.gptq here")
+    drop, weighting = options.get("drop", 0.0), options.get("weighting", "equal")
     chosen = _options(iterations, learn, batch_size, lr, drop)
     if weighting not in _WEIGHTINGS:
         raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(_WEIGHTINGS)}")

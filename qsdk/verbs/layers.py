@@ -23,6 +23,13 @@ from qsdk.verbs.doors.choose import Sim, door_of
 _ALL = GatherOptions()
 
 
+class RoundingOptions(LayerOptions, total=False):
+    """What verbs take that round weights by their layers' second moments."""
+
+    damping: float | None
+    shift_bias: bool
+
+
 def seq_mse(
     sim: Sim,
     data: Iterable[Any],
@@ -81,11 +88,9 @@ def adaround(
     method: adaround_solver.Method = "coordinate_descent",
     iterations: int | None = None,
     starts: int = 4,
-    damping: float | None = None,
     scales: adaround_solver.Scales | None = None,
-    shift_bias: bool = True,
     activation: bool = False,
-    **options: Unpack[LayerOptions],
+    **options: Unpack[RoundingOptions],
 ) -> Report:
     """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
 
@@ -101,16 +106,16 @@ def adaround(
             descent, hardened at the end: slower, for comparison with the paper.
         iterations: sweeps of coordinate descent (None: 5) or steps of gradient descent (None: 500), at most.
         starts: number of input orders that `coordinate_descent` starts from; the best is kept. 1 is the fastest.
-        damping: as for `gptq`. Raise it where accuracy falls on data that the solver has not seen.
         scales: `search` also tries the ranges of `seq_mse`, searched with the layer's inputs as they are now, and keeps
             them where the rounded output is nearer, on held-back data too; `fixed` keeps the ranges. None: `search`
             for coordinate descent, `fixed` for `relaxed`, as in the paper.
-        shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
         activation: with `relaxed` alone: measure errors behind a layer's Relu, Clip or LeakyRelu, on sampled inputs.
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
             solved layers, from which a second run continues. And `all_experts`: whether experts of a mixture that got
             fewer tokens than they have inputs are solved with all tokens, for which each token runs through every
-            expert (the model computes what it does without).
+            expert (the model computes what it does without). And `damping`, as for `gptq`: raise it where accuracy
+            falls on data that the solver has not seen; `shift_bias=False` where biases must stay, which absorb the mean
+            error that their layer's rounding leaves.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -125,9 +130,9 @@ def adaround(
         'self:weight'
     """
     run = run_of(adaround, options)
-    choices: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
+    choices: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts}
     scales = scales or ("search" if method == "coordinate_descent" else "fixed")
-    choices |= {"scales": scales, "shift_bias": shift_bias, "activation": activation}
+    choices |= {"scales": scales, "activation": activation, **_rounding_choices(options)}
     gathers = GatherOptions(samples=SAMPLES if activation else 0)
     return solve_each_layer(sim, data, adaround_solver.solve, "AdaRound", "adaround", run, choices, gathers)
 
@@ -138,13 +143,11 @@ def gptq(
     *,
     act_order: bool = True,
     block_size: int = BLOCK,
-    damping: float | None = None,
     scales: gptq_solver.Scales = "search",
     sweeps: int = 1,
-    shift_bias: bool = True,
     accumulator_bits: int | None = None,
     accumulator_tile: int | None = None,
-    **options: Unpack[LayerOptions],
+    **options: Unpack[RoundingOptions],
 ) -> Report:
     """Round weights one input at a time; the remaining inputs make up for the error so far (Frantar et al. 2022, GPTQ).
 
@@ -153,11 +156,8 @@ def gptq(
         data: batches as for `calibrate`.
         act_order: take the inputs by falling second moment, else in their own order.
         block_size: inputs that are rounded one by one before the others are updated; affects speed only.
-        damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
-            data is scarce.
         scales: `search` also multiplies each channel's scales by the best of some factors; `fixed` keeps them.
         sweeps: of coordinate descent afterwards, at most; 0 for GPTQ alone.
-        shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
         accumulator_bits: no sum of products of a layer with integer inputs leaves a signed accumulator of so many bits,
             for any input on its grid; the bias is added outside of it (Colbert et al. 2024, AXE). None for any sum.
             The report has `accumulator_bound` and `accumulator_bits` of each layer, as `qsdk.analysis.accumulators`.
@@ -165,7 +165,9 @@ def gptq(
         options: `forward`, `progress`, `seed`, `max_memory`: see `qsdk.options`. And `checkpoint`, a folder for the
             solved layers, from which a second run continues. And `all_experts`: whether experts of a mixture that got
             fewer tokens than they have inputs are solved with all tokens, for which each token runs through every
-            expert (the model computes what it does without).
+            expert (the model computes what it does without). And `damping`, the share of its mean that is added to the
+            diagonal of the second moments (None: 0.03, and more where data is scarce); `shift_bias=False` where biases
+            must stay, which absorb the mean error that their layer's rounding leaves.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -181,8 +183,8 @@ def gptq(
         'self:weight'
     """
     run = run_of(gptq, options)
-    choices: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "damping": damping}
-    choices |= {"scales": scales, "sweeps": sweeps, "shift_bias": shift_bias}
+    choices: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "scales": scales, "sweeps": sweeps}
+    choices |= _rounding_choices(options)
     bits, tile = accumulator_bits, accumulator_tile
     require_bits(bits, tile)
     if bits is None:
@@ -192,6 +194,10 @@ def gptq(
     with put_back_on_error(sim, weights=True):
         report = solve_each_layer(sim, data, gptq_solver.solve, "GPTQ", "gptq", run, choices)
         return _with_accumulators(report, require_fits(sim, bits, tile))
+
+
+def _rounding_choices(options: RoundingOptions) -> dict[str, Any]:
+    return {"damping": options.get("damping"), "shift_bias": options.get("shift_bias", True)}
 
 
 def _with_accumulators(report: Report, found: Report) -> Report:

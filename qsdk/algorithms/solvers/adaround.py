@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers import relaxation, seq_mse
-from qsdk.algorithms.solvers.gptq import units_of
+from qsdk.algorithms.solvers.gptq import exact_limit, units_of
 from qsdk.algorithms.solvers.heldout_check import Errors, HeldoutCheck, keep_nearest
 from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch
 from qsdk.algorithms.solvers.output_chunks import solve_in_chunks
@@ -102,11 +102,11 @@ def _solve(
 
     def rounded_on(encoding: Encoding) -> tuple[Tensor, Errors, Tensor, Errors]:
         """Return the rounded weight with its errors, and likewise the one that is rounded to nearest."""
-        grid, plain = _choices(replace(problem, encoding=encoding))
+        grid, full, plain = _choices(replace(problem, encoding=encoding))
         if method == "coordinate_descent":
             codes = _descended(objective, grid, count, starts)
         else:
-            codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count)
+            codes = _relaxed(objective.weight, grid, full, _gradient(objective, grid), count)
         rounded = (codes * grid.scale).mT
         errors, errors_of_plain = check.errors(rounded), check.errors(plain)
         worse = errors.worse(errors_of_plain)
@@ -128,10 +128,18 @@ def _solve(
     return check.solution(encoding, rounded, plain, (errors, errors_of_plain))
 
 
-def _choices(problem: LayerProblem) -> tuple[WeightGrid, Tensor]:
-    """Return the grid points around each weight of a problem on torch, and the weight rounded to nearest."""
-    full, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
-    return full.around(weight), (full.nearest(weight) * full.scale).mT
+def _choices(problem: LayerProblem) -> tuple[WeightGrid, WeightGrid, Tensor]:
+    """Return the grid points around each weight of a problem on torch, all points, and the nearest values."""
+    full, weight = WeightGrid.of(problem, problem.encoding, exact_limit(problem)), problem.weight.mT
+    return full.around(weight), full, (full.nearest(weight) * full.scale).mT
+
+
+def _relaxed(
+    weight: Tensor, grid: WeightGrid, full: WeightGrid, gradient: Callable[[Tensor, int], Tensor], steps: int
+) -> Tensor:
+    """Return codes that gradient descent has chosen, cut to the limit of their sums, which it does not know."""
+    codes = relaxation.relax(weight, grid, gradient, steps)
+    return codes if full.limit is None else full.nearest(codes * full.scale)
 
 
 def _solve_behind_activation(
@@ -144,10 +152,10 @@ def _solve_behind_activation(
     """Solve a problem on torch by relaxation of the error behind its activation function, on samples."""
     if (left := keep_nearest(problem)) is not None:
         return left
-    grid, plain = _choices(problem)
+    grid, full, plain = _choices(problem)
     outputs, weight = SampledOutputs.of(problem), problem.weight.mT
     gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
-    rounded = (relaxation.relax(weight, grid, gradient, steps) * grid.scale).mT
+    rounded = (_relaxed(weight, grid, full, gradient, steps) * grid.scale).mT
     return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.bias is not None)
 
 

@@ -83,6 +83,11 @@ def solve(
 def _limit_of(problem: LayerProblem, bits: int | None, tile: int | None) -> SumLimit | None:
     if bits is not None:
         return limit_of(problem.site, problem.spec, problem.layout, problem.input_steps, bits, tile)
+    return exact_limit(problem)
+
+
+def exact_limit(problem: LayerProblem) -> SumLimit | None:
+    """Return the limit within which kernels add products of a problem's codes exactly; None where they always do."""
     spec, plain = problem.spec, problem.spec.symmetric and not isinstance(problem.spec.granularity, PerBlock)
     if spec.dtype.exact_sums and plain:  # kernels add pairs of products with bytes in 16 bits
         return limit_of(problem.site, spec, problem.layout, 255, 16, 2)

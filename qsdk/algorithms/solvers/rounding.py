@@ -66,20 +66,25 @@ class WeightGrid:
 
     def around(self, weight: Tensor) -> "WeightGrid":
         """Return the grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
-        position = weight / self.scale
+        position = self._within(weight) / self.scale
         if not self.dtype.is_integer:
             return WeightGrid(self.scale, *_around(position, self.dtype), self.dtype)
         # a weight on the grid has no choice, although its quotient may miss the integer by an ulp
         nearest = position.round()
         position = torch.where((position - nearest).abs() <= 2e-7 * nearest.abs(), nearest, position)
         below, above = (codes.clamp(self.lowest, self.highest) for codes in (position.floor(), position.ceil()))
-        return WeightGrid(self.scale, below, above, self.dtype)
+        return WeightGrid(self.scale, below, above, self.dtype, self.limit)
 
     def nearest(self, weight: Tensor) -> Tensor:
         """Return the codes nearest to a weight, half to even."""
-        if self.limit is not None:
-            weight = self.limit.within(weight.mT, self.scale.mT, self.dtype.lo, self.dtype.hi).mT
-        return rounded_(weight / self.scale, self.dtype, self.lowest, self.highest)
+        return rounded_(self._within(weight) / self.scale, self.dtype, self.lowest, self.highest)
+
+    def _within(self, weight: Tensor) -> Tensor:
+        """Return a weight whose nearest codes are within the limit of their sums."""
+        if self.limit is None:
+            return weight
+        found: Tensor = self.limit.within(weight.mT, self.scale.mT, self.dtype.lo, self.dtype.hi).mT
+        return found
 
 
 class _Room:
