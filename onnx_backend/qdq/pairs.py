@@ -25,9 +25,10 @@ class Pairs(Readers):
         source, number = self.makers.get(product.input[0]), self.stored.get(product.input[1])
         if source is None or number is None or number.dims or number.data_type != TensorProto.FLOAT:
             return []
-        dtype, operands = self.dtype(quantize), [self.operands(node) for node in (source, quantize)]
-        chain = [source, product, quantize]
-        if self.codes_behind(source) != dtype or dtype not in ("int8", "uint8") or None in operands:
+        dtype, chain = self.dtype(quantize), [source, product, quantize]
+        if dtype not in ("int8", "uint8") or self.codes_behind(source) != dtype:
+            return []
+        if None in [self.operands(node) for node in (source, quantize)]:
             return []
         once = all(self.is_read_once(node.output[0]) for node in chain[1:])
         return chain if once and self._keeps_codes(chain, np.dtype(dtype)) else []
@@ -48,7 +49,7 @@ class Pairs(Readers):
         """Return the scale and zero point of a node of a pair, comparable; None where they are not stored numbers."""
         stored = [self.stored.get(name) for name in node.input[1:]]
         values = [array(tensor) for tensor in stored if tensor is not None and not any(n != 1 for n in tensor.dims)]
-        if len(values) < len(stored):
+        if not stored or len(values) < len(stored):  # such as an op that is no pair
             return None
         return values[0].tobytes(), int(values[1].reshape(-1)[0]) if len(values) > 1 else 0
 

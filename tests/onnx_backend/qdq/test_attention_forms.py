@@ -103,6 +103,24 @@ def test_scores_with_other_codes_behind_a_product_keep_it(factor, tmp_path):
     require_same_sim(sim, path, batches, tmp_path)
 
 
+@pytest.mark.parametrize("op", [torch.relu, lambda x: x + 2.0, lambda x: x.clamp(0, 1)], ids=["Relu", "Add", "Clip"])
+def test_a_float_op_in_front_of_a_product_stays_as_it_is(op, tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.head(op(self.layer(x)) * 0.5)
+
+    torch.manual_seed(0)
+    batches, config = [torch.randn(2, TOKENS, WIDTH)], qsdk.w8a8().for_dialect("onnxruntime")
+    sim, path, _, wanted, got = exported(Scaled(), batches, config, tmp_path)
+    assert not forms_in(path, "DequantizeLinear")
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    require_same_sim(sim, path, batches, tmp_path)
+
+
 def test_shares_of_codes_are_computed_in_floats(tmp_path):
     """The runtime's kernel on codes takes about twice the time."""
     torch.manual_seed(0)
