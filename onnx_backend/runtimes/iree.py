@@ -1,6 +1,7 @@
 """IREE on the CPU: a compiler of whole graphs to machine code, one of the runtimes that compute what is written."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class IreeRunner:
         """Keep a model until its first run, which compiles it."""
         self.compiler = installed_package("iree.compiler", "iree")
         self.runtime = installed_package("iree.runtime", "iree")
-        self.version = installed_package("importlib.metadata", "iree").version("iree-base-compiler")
+        self.version = version("iree-base-compiler")
         self.title = f"IREE {self.version}"
         self.sized = SizedModel(with_weights(model))
         self._context: Any = None

@@ -2,12 +2,14 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from qsdk.core.errors import ConfigError, ModelError
 from torch_bridge.programs.check import Loaded, grid_of
@@ -30,21 +32,25 @@ class ExecuTorch:
         self._partitioner = _installed("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner
         self._lower = _installed("executorch.exir").to_edge_transform_and_lower
         self._runtime = _installed("executorch.runtime").Runtime.get()
-        self.title = f"ExecuTorch {importlib.import_module('importlib.metadata').version('executorch')}"
+        self.title = f"ExecuTorch {version('executorch')}"
         self._whole = loaded.program.module(check_guards=False)
         self._cut, self._sites = _cut(loaded)
         self._compiled: dict[tuple[bool, Any], Any] = {}
 
-    def codes(self, given: Sequence[Tensor], values: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the codes that each site gets, where those in front of it have the sim's values."""
+    def codes(self, given: Sequence[Tensor], values: Mapping[str, Array]) -> tuple[dict[str, Array], list[Array]]:
+        """Return the codes that each site gets, and the outputs, where sites in front have the sim's values.
+
+        Where a site has none, nothing can be run.
+        """
         fed: list[Tensor] = []
         for site, node in self._sites.items():
             if site not in values:
-                return {}  # what stands behind it has nothing to read
+                return {}, []  # what stands behind it has nothing to read
             x = torch.from_numpy(np.array(values[site]))
             fed.append(node.target(x, *grid_of(self._cut, node)))  # type: ignore[operator]
         found = self._run(self._cut, [*given, *fed], whole=False)
-        return {site: to_numpy(x) for site, x in zip(self._sites, found, strict=True)}
+        arrays = [to_numpy(x) for x in found]
+        return dict(zip(self._sites, arrays, strict=False)), arrays[len(self._sites) :]
 
     def outputs(self, given: Sequence[Tensor]) -> list[Array]:
         """Return the outputs of the whole program."""
@@ -81,9 +87,10 @@ def _installed(name: str) -> Any:
 
 
 def _cut(loaded: Loaded) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
-    """Return a program whose readers of a site read an input, and whose outputs are the codes that each site gets.
+    """Return a program whose readers of a site read an input, and which gives the codes of each site besides.
 
-    The codes go in behind the inputs, in the order of the sites that are returned, each with its quantize op.
+    They go in behind the inputs and come out before the outputs, in the order of the sites that are returned, each
+    with its quantize op.
     """
     module = loaded.program.module(check_guards=False)
     graph, sites = module.graph, iter(loaded.sites)
@@ -99,7 +106,7 @@ def _cut(loaded: Loaded) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
                 fed[made] = last = graph.placeholder(f"codes_{len(fed)}")
             found.setdefault(site, made)
         node.replace_input_with(made, fed[made])
-    graph.output_node().args = (tuple(fed),)
+    graph.output_node().args = ((*fed, *tree_leaves(graph.output_node().args[0])),)
     graph.set_codegen(fx.graph.CodeGen())
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph), found

@@ -377,15 +377,17 @@ class ProgramBuilder:
         adds an axis to a weight once for each call (1.5.1).
         """
         for node in [node for node in graph.nodes if node.op == "get_attr"]:
-            paths = [(reader, reader) for reader in node.users if reader.target in _LAYERS and node in reader.args[2:3]]
+            calls = [reader for reader in node.users if reader.target in _LAYERS and node in reader.args[2:3]]
             for made in node.users:
-                paths += [(made, one) for one in made.users if one.target in _CONV1D and made in one.args[1:2]]
-            for number, (direct, _) in enumerate(paths[1:], 1):
-                name = f"{node.target}_{number}"
-                value = _held(self._root, str(node.target))
+                calls += [made for one in made.users if one.target in _CONV1D and made in one.args[1:2]]
+            number = 0
+            for call in calls[1:]:
+                value, number = _held(self._root, str(node.target)), number + 1
+                while _held(self._root, name := f"{node.target}_{number}") is not None:  # a name of the model's own
+                    number += 1
                 assert value is not None
-                with graph.inserting_before(direct):
-                    direct.replace_input_with(node, self._buffer(graph, name, value.clone()))
+                with graph.inserting_before(call):
+                    call.replace_input_with(node, self._buffer(graph, name, value.clone()))
 
     def _add_row(self, decision: Decision, dtype: str, form: str) -> None:
         self.rows.append({"site": decision.site, "dtype": dtype, "form": form})

@@ -60,6 +60,7 @@ def _recorded(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list
     seen: dict[str, list[Tensor]] = {}
 
     def after(path: str, module: nn.Module, args: Any, result: Any) -> Any:
+        """Note what a module's first call returns, as tensors of which gradients are known."""
         if path in seen:
             return result
         seen[path] = []

@@ -63,18 +63,6 @@ class Gated(nn.Module):
         return self.head(x)
 
 
-class Twice(nn.Module):
-    """Calls a Linear and a Conv1d twice, each time on another grid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.conv = nn.Linear(16, 8), nn.Conv1d(6, 4, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        y = y.sigmoid() * 5 - 1
-        return self.linear(x.relu()), self.linear(y), self.conv(x.relu()), self.conv(y)
-
-
 #: module, example, and inputs of another number of rows
 NETWORKS: dict[str, Any] = {
     "convolutions": (Network, (seeded(4, 3, 12, 12),), (seeded(7, 3, 12, 12, seed=5),)),
@@ -104,17 +92,27 @@ def test_executorch_runs_what_the_sim_simulates_for_another_number_of_rows(name:
     assert np.abs(wanted).max() > 10 * step
 
 
-#: compares a program with its sim in a process that has ExecuTorch
+#: compares a program that calls layers twice, on other grids, with its sim in a process that has ExecuTorch
 COMPARE = """
 import sys
 import torch
+from torch import nn
 import qsdk
-folder, tests = sys.argv[1:]
-sys.path.append(tests)
-from test_executorch import Twice
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.conv = nn.Linear(16, 8), nn.Conv1d(6, 4, 1)
+
+    def forward(self, x, y):
+        y = y.sigmoid() * 5 - 1
+        return self.linear(x.relu()), self.linear(y), self.conv(x.relu()), self.conv(y), y.exp()
+
+folder = sys.argv[1]
 torch.manual_seed(0)
 batches = [(torch.randn(4, 6, 16), torch.randn(4, 6, 16) * 4) for _ in range(2)]
-sim = qsdk.quantize(Twice().eval(), batches[0], qsdk.w8a8().for_dialect("xnnpack"))
+config = qsdk.w8a8().for_dialect("xnnpack").override("exp.0", activation="float32")
+sim = qsdk.quantize(Twice().eval(), batches[0], config)
 qsdk.calibrate(sim, batches, progress=False)
 qsdk.export(sim, folder + "/m.pt2", format="pt2e")
 report = qsdk.check_parity(sim, folder + "/m.pt2", batches, runtime="executorch", progress=False)
@@ -135,6 +133,6 @@ assert report.summary["first_off"] == "linear:output", report.summary
 def test_executorch_gives_the_codes_of_each_call_of_a_layer(tmp_path: Path):
     folders = [str(fetch(package)) for package in (EXECUTORCH, TORCHAO, RUAMEL_YAML, TABULATE)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
-    command = [sys.executable, "-c", COMPARE, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", COMPARE, str(tmp_path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert result.returncode == 0, result.stderr

@@ -24,6 +24,7 @@ from qsdk import (
     w8a8,
     w8a16,
 )
+from torch_bridge.programs.check import check, opened
 from torch_bridge.programs.write import SITES
 from torch_bridge.workarounds.decomposed_ops import DEQUANTIZE, DEQUANTIZE_CHANNELS, QUANTIZE
 
@@ -394,3 +395,42 @@ def test_a_length_of_two_inputs_of_which_a_model_asks_more_stays_open(tmp_path: 
     export(sim, tmp_path / "m.pt2", format="pt2e")
     fewer = tuple(x[:2] for x in given)
     torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(*fewer), sim(*fewer))
+
+
+class Kernels:
+    """A runtime that gives the codes of the sim, but for what a test changes."""
+
+    title = "a runtime"
+
+    def __init__(self, sim: Any, off: float, *, runs: bool) -> None:
+        self.sim, self.off, self.runs = sim, off, runs
+
+    def codes(self, given: Any, values: Any) -> Any:
+        """The codes of each site and the outputs; nothing where it does not run."""
+        found = {}
+        for site, encoding in self.sim.encodings.items() if self.runs else ():
+            if site in values:
+                found[site] = encoding.quantize(values[site]).astype(np.int64) - (not encoding.dtype.signed) * 128
+        return found, [x + self.off for x in self.outputs(given)] if self.runs else []
+
+    def outputs(self, given: Any) -> Any:
+        """The outputs of the whole program."""
+        return [self.sim(*given).numpy()]
+
+
+@pytest.mark.parametrize(("off", "runs", "passed"), [(0.0, True, True), (0.5, True, False), (0.0, False, False)])
+def test_a_runtime_that_did_not_run_or_gives_another_output_does_not_pass(off, runs, passed, tmp_path: Path):
+    x = seeded(4, 8)
+    config = w8a8().override("1", activation="float32")
+    sim = calibrated(nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()), x, config)
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    runs_of_sim = [({"input": x.numpy(), **sim_values(sim, x)}, [sim(x).numpy()])]
+    report = check(sim, opened(tmp_path / "m.pt2"), runs_of_sim, Kernels(sim, off, runs=runs))
+    assert report.summary["passed"] == passed, report
+
+
+def sim_values(sim: Any, x: Tensor) -> dict[str, Any]:
+    """What the sim has at its sites."""
+    with sim.captured() as captured, torch.no_grad():
+        sim.model(x)
+    return dict(captured)
