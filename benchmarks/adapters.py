@@ -1,18 +1,26 @@
-"""What an adapter of rank 8 costs beside a quantized base: six Linear of 1024 with GELU, 128 rows, in ONNX Runtime.
+"""What an adapter of rank 8 costs beside a quantized base: the file with it over that of the base alone. One JSON line.
 
-The file with adapters as inputs, fed from a `.onnx_adapter` file, over the file of the base alone: the median of
-interleaved runs on one thread; and the time of a swap of adapters, in ms. One JSON line.
+`layers`: six Linear of 1024 with GELU, 128 rows, in ONNX Runtime, and the time of a swap of adapters, in ms. `genai`: a
+decoder of 4 layers of 1024 with int4 weights in onnxruntime-genai, with adapters at all its layers, and at queries and
+values alone, which is what peft adapts by default: a prompt of 128 tokens and a token behind it. Medians of interleaved
+runs on one thread. `python benchmarks/adapters.py layers` or `genai` measures one.
 """
 
 import copy
 import json
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import numpy as np
 import onnxruntime as ort
+import onnxruntime_genai as og
 import torch
+from generation import CONFIG, STEPS, opened, parameters, random_decoder
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -21,7 +29,8 @@ import qsdk
 LAYERS, WIDTH, ROWS, RUNS = 6, 1024, 128, 40
 
 
-def main() -> None:
+def layers() -> dict[str, float]:
+    """Measure six layers in a session."""
     torch.manual_seed(0)
     ort.set_default_logger_severity(3)
     base = nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU()))).eval()
@@ -51,7 +60,64 @@ def main() -> None:
                     session.run(None, feed, own)
                     times.append(time.process_time() - begin)
             result[f"{words}, over the base"] = round(median(spent[1]) / median(spent[0]), 3)
-    print(json.dumps(result))
+    return result
+
+
+def genai() -> dict[str, dict[str, float]]:
+    """Measure a decoder in onnxruntime-genai."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 4096}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    models = {"base": random_decoder(**sizes, **heads)}
+    for words, names in (("all layers", "all-linear"), ("queries and values", ["q_proj", "v_proj"])):
+        adapters = LoraConfig(r=8, lora_alpha=16, target_modules=names, init_lora_weights=False)
+        models[words] = get_peft_model(copy.deepcopy(models["base"]), adapters, adapter_name="own").eval()
+    rows: dict[str, list[tuple[float, float]]] = {words: [] for words in models}
+    with tempfile.TemporaryDirectory() as name:
+        folder, generators = Path(name), dict[str, Any]()
+        for words, model in models.items():
+            sim = qsdk.quantize(model, {"input_ids": torch.arange(3, 19)[None]}, CONFIG)
+            qsdk.calibrate(sim, [], progress=False)
+            options = {} if words == "base" else {"adapters": "inputs"}
+            qsdk.export(sim, folder / words, format="genai", check=False, **options)
+            runtime = opened(folder / words, 1)
+            own = None if words == "base" else og.Adapters(runtime)
+            if own is not None:
+                own.load(str(folder / words / "own.onnx_adapter"), "own")
+            generators[words] = (runtime, own)
+        for _ in range(9):
+            for words, (runtime, own) in generators.items():
+                rows[words].append(_seconds(runtime, own))
+    return {
+        words: {
+            part: round(median(a[at] / b[at] for a, b in zip(rows[words], rows["base"], strict=True)), 3)
+            for at, part in enumerate(("prompt", "token"))
+        }
+        for words in rows
+        if words != "base"
+    }
+
+
+def _seconds(runtime: Any, adapters: Any) -> tuple[float, float]:
+    """Return the processor's time of a prompt, and of a token behind it."""
+    generator = og.Generator(runtime, parameters(runtime, ROWS + STEPS + 1))
+    if adapters is not None:
+        generator.set_active_adapter(adapters, "own")
+    started = time.process_time()
+    generator.append_tokens(np.random.default_rng(0).integers(3, 4000, (1, ROWS)).astype(np.int32))
+    generator.get_logits()
+    first = time.process_time()
+    for _ in range(STEPS):
+        generator.append_tokens(np.array([[7]], np.int32))
+        generator.get_logits()
+    return first - started, (time.process_time() - first) / STEPS
+
+
+MEASURES: dict[str, Callable[[], Any]] = {"layers": layers, "genai": genai}
+
+
+def main() -> None:
+    """Measure what is named, or both."""
+    print(json.dumps({name: MEASURES[name]() for name in sys.argv[1:] or MEASURES}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import onnx
 from onnx import ModelProto
 
 from onnx_backend.lower import lower
-from onnx_backend.passes.adapter_inputs import take_adapters
+from onnx_backend.passes.adapter_inputs import Matrices, adapter_files, take_adapters
 from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
 from onnx_backend.passes.static_sizes import leave_out_empty_inputs, propagate_static_sizes, with_stored_codes
 from onnx_backend.proto.companion import ENCODINGS_KEY, FILE_KEY, HASH_KEY, SUFFIX, encodings_path
@@ -73,7 +73,7 @@ def write_model(
     integer_edges: Collection[str] | None = None,
     check: Check | None = None,
     prefer: Prefer = "speed",
-    adapters: Mapping[str, tuple[int, ...]] | None = None,
+    adapters: Mapping[str, Matrices] | None = None,
     rewrite: Rewrite | None = None,
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings, holding one large weight at a time.
@@ -94,7 +94,7 @@ def write_model(
         integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
         check: see `write_files`.
         prefer: see `qsdk.export`.
-        adapters: the stored matrices that are to be inputs, with their shapes.
+        adapters: name -> the matrices that are to be inputs, the ones that the model has first.
         rewrite: changes each lowered model in place, last, and returns facts for the report.
     """
     _require_choices(path, opset, prefer)
@@ -116,7 +116,7 @@ def write_model(
             [*models.values()], text, plan, encodings, provenance, tensors or {}, shared, named_onnx=named_onnx
         )
         for model, form in zip(models.values(), forms, strict=True):
-            take_adapters(model, adapters or {})
+            beside = adapter_files(take_adapters(model, adapters or {}))
             runtime.speed_up(model)  # its forms have no node for a site's facts
             form |= {} if rewrite is None else rewrite(model)
             _require_valid(model, form["fixed_shapes"])
@@ -125,13 +125,17 @@ def write_model(
             qdq.large,
             base=base,
             external_data=external_data,
-            companions={companion: text},
+            companions={companion: text, **{_beside(path, name): file for name, file in beside.items()}},
             in_use=in_use,
             check=check,
         )
     facts = {"paths": [str(name) for name in written], **_facts_of(forms, parts)}
     sizes = _size_facts(next(iter(models.values())), [name for name in written if name != companion], encodings)
     return _report(plan, qdq.rows, sizes, facts)
+
+
+def _beside(path: str | os.PathLike[str], name: str) -> Path:
+    return Path(path).with_suffix(f".{name}.onnx_adapter")
 
 
 def _report(plan: Plan, rows: list[dict[str, Any]], sizes: Mapping[str, Any], facts: Mapping[str, Any]) -> Report:

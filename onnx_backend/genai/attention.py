@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto
 
+from onnx_backend.genai.adapters import find_adapted, with_adapters
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import find_products, merge_alike, merged
@@ -115,6 +116,7 @@ class AttentionWriter:
     ) -> None:
         self.editor, self.turns, self.norms, self.computed, self.sizes = editor, turns, norms, computed, sizes
         self.products = {product.output: product for product in find_products(editor)}
+        self.adapted = find_adapted(editor)
         self.reasons = dict[str, str]()
         self.switches = set[int]()
         self._tables = list[tuple[str, str, int]]()
@@ -394,12 +396,18 @@ class AttentionWriter:
     def _rows(self, found: _Attention, nodes: list[NodeProto]) -> list[str]:
         """Return the queries, keys and values as the kernel takes them: packed side by side, or apart."""
         parts = (found.query, found.key, found.value)
-        products = [self.products.get(part.rows) if part.flat else None for part in parts]
-        known = [product for product in products if product is not None]
-        once = all(self.editor.index.is_read_once(product.output) for product in known)
-        if len(known) == 3 and len(merge_alike(known)) == 1 and once:
+        adapted = [self.adapted.get(part.rows) for part in parts]
+        names = [part.rows if one is None else one.base for part, one in zip(parts, adapted, strict=True)]
+        known = [
+            self.products[name] for part, name in zip(parts, names, strict=True) if part.flat and name in self.products
+        ]
+        once = all(map(self.editor.index.is_read_once, (*names, *(part.rows for part in parts))))
+        sources = {one.source for one in adapted if one is not None}
+        if len(known) == 3 and len(merge_alike(known)) == 1 and once and sources.issubset({known[0].source}):
             name = self.editor.index.fresh(f"{found.output}/packed")
             nodes.append(merged(self.editor, known, name))
+            name, sums = with_adapters(self.editor, name, [*zip(known, adapted, strict=True)])
+            nodes += sums
             return [name, "", ""]
         whole = self._parts_of_one(parts)
         if whole:

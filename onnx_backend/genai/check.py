@@ -53,7 +53,9 @@ def check_folder(
     return {"generated": count, "tokens_equal": equal, "logits_sqnr_db": decibels}
 
 
-def generate(model: Path, config: Mapping[str, Any], prompt: Sequence[int], count: int) -> tuple[Array, Array]:
+def generate(
+    model: Path, config: Mapping[str, Any], prompt: Sequence[int], count: int, adapter: Path | None = None
+) -> tuple[Array, Array]:
     """Return the tokens [n] of a text that the runtime goes on with, and its logits [count, vocabulary]."""
     with tempfile.TemporaryDirectory(prefix=".qsdk-", dir=model.parent) as folder:
         _link(model, Path(folder, config["model"]["decoder"]["filename"]))
@@ -62,6 +64,7 @@ def generate(model: Path, config: Mapping[str, Any], prompt: Sequence[int], coun
         Path(folder, "genai_config.json").write_text(json.dumps(config))
         result = Path(folder, "result.npz")
         asked = {"folder": folder, "prompt": [int(token) for token in prompt], "count": count, "result": str(result)}
+        asked["adapter"] = "" if adapter is None else str(adapter)
         paths = os.pathsep.join(path for path in sys.path if path)
         done = subprocess.run(
             [sys.executable, "-P", generator.__file__],

@@ -6,7 +6,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.proto.graph_queries import declared_sizes
+from onnx_backend.proto.graph_queries import declared_sizes, input_names
 from qsdk.core.errors import ExportError
 
 #: types of plain decoders that the runtime knows by name (0.18); all of them run alike
@@ -50,7 +50,8 @@ def genai_config(model: ModelProto, facts: DecoderFacts, filename: str, *, share
     Raises:
         ExportError: the decoder takes no cache, or one whose layers differ in size.
     """
-    inputs = {value.name: value for value in model.graph.input}
+    fed = {*input_names(model.graph)}
+    inputs = {value.name: value for value in model.graph.input if value.name in fed}
     caches = [name for name in inputs if name.startswith(_CACHE)]
     if not caches:
         raise ExportError(

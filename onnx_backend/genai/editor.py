@@ -27,10 +27,12 @@ class Editor:
         model: is changed in place.
         large: the stored tensors that it has only stubs of, by name.
         forms: site -> the form that its tensor got.
+        joined: input of an adapter that is made of several -> what makes it of the matrices by name.
     """
 
     def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor]) -> None:
         self.model, self.large, self.forms = model, dict(large), dict[str, str]()
+        self.joined = dict[str, Callable[[Mapping[str, Array]], Array]]()
         self._new: dict[str, list[NodeProto]] = {}
         self._gone = set[str]()
         self._kept = dict[Any, str]()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from onnx_backend.genai.adapters import Joined
 from onnx_backend.genai.attention import AttentionWriter, Norm, Turn
 from onnx_backend.genai.caches import FloatCaches, take_codes, without_pairs
 from onnx_backend.genai.computed import Computed
@@ -42,6 +43,7 @@ class Fused:
         switches: lengths of texts up to which rotary embeddings have rows of their own.
         experts: how many mixtures of experts have a form.
         left_experts: site of a stack of experts without one -> why.
+        joined: see `Editor`.
     """
 
     model: ModelProto
@@ -52,6 +54,7 @@ class Fused:
     switches: Collection[int] = ()
     experts: int = 0
     left_experts: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, Joined] = field(default_factory=dict)
 
 
 def fuse(model: ModelProto, large: Mapping[str, LargeTensor], *, positions: int) -> Fused:
@@ -93,7 +96,8 @@ def _fused(model: ModelProto, large: Mapping[str, LargeTensor], positions: int) 
         del node.metadata_props[:]
         node.doc_string = ""
     model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
-    return Fused(model, editor.large, editor.forms, count, writer.reasons, writer.switches, mixtures, experts.reasons)
+    facts = (count, writer.reasons, writer.switches, mixtures, experts.reasons, editor.joined)
+    return Fused(model, editor.large, editor.forms, *facts)
 
 
 class _Named:

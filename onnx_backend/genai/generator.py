@@ -18,6 +18,10 @@ def main() -> None:
     prompt = asked["prompt"]
     options.set_search_options(max_length=len(prompt) + asked["count"], do_sample=False, num_beams=1, min_length=0)
     generator, tokens, logits = og.Generator(model, options), list(prompt), []
+    if asked["adapter"]:
+        adapters = og.Adapters(model)
+        adapters.load(asked["adapter"], "adapter")
+        generator.set_active_adapter(adapters, "adapter")
     generator.append_tokens(np.array([prompt], np.int32))
     for _ in range(asked["count"]):
         logits.append(np.asarray(generator.get_logits()).reshape(-1, asked["vocabulary"])[-1].astype(np.float32))

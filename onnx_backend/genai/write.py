@@ -12,6 +12,7 @@ from onnx_backend.genai.config import DecoderFacts, genai_config
 from onnx_backend.genai.fuse import Fused, fuse
 from onnx_backend.genai.products import IN_FLOATS
 from onnx_backend.lower import lower
+from onnx_backend.passes.adapter_inputs import Matrices, adapter_files, take_adapters
 from onnx_backend.proto.write_file import StagedModel, write_files
 from onnx_backend.runtimes.registry import runtime_named
 from qsdk.core.errors import ExportError
@@ -35,6 +36,7 @@ def write_genai(
     weights: Mapping[str, npt.NDArray[Any]] | None = None,
     beside: Mapping[str, bytes] | None = None,
     in_use: Collection[Path] = (),
+    adapters: Mapping[str, Matrices] | None = None,
     check: CheckFolder | None = None,
 ) -> Report:
     """Write a marked decoder as a folder; what was there under the same names is replaced when all is complete.
@@ -48,6 +50,7 @@ def write_genai(
         weights: the values of stored tensors that the model has only stubs of, by name.
         beside: further files, such as a tokenizer's.
         in_use: data files that a sim still reads.
+        adapters: see `write_model`.
         check: see `CheckFolder`.
 
     Raises:
@@ -58,10 +61,16 @@ def write_genai(
         runtime.refuse(encodings)
     lowered = lower(marked, plan, encodings, dialect="onnxruntime", weights=weights, prefer="size")
     runtime.speed_up(lowered.model)
+    values = take_adapters(lowered.model, adapters or {}, turned=True)
     fused = fuse(lowered.model, lowered.large, positions=facts.positions)
+    read = {value.name for value in fused.model.graph.input}
+    for name, own in values.items():
+        values[name] = {n: value for n, value in own.items() if n in read}
+        values[name] |= {n: joined(own) for n, joined in fused.joined.items()}
+    files = {f"{name}.onnx_adapter": file for name, file in adapter_files(values).items()}
     config = genai_config(fused.model, facts, MODEL, shares_buffers=not fused.left)
     text = json.dumps(config, indent=4) + "\n"
-    companions: dict[Path, str | bytes] = {folder / name: data for name, data in (beside or {}).items()}
+    companions: dict[Path, str | bytes] = {folder / name: data for name, data in {**(beside or {}), **files}.items()}
     said: dict[str, Any] = {}
 
     def checked(file: StagedModel) -> None:

@@ -15,7 +15,6 @@ from onnx_backend.data_passes.overflow import with_overflow
 from onnx_backend.data_passes.written_file import Opened, check_written
 from onnx_backend.export import Shapes, without_uncalibrated, write_model
 from onnx_backend.opening.encodings_of_file import float_facts, merge_provenance
-from onnx_backend.passes.adapter_inputs import write_adapter
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import OPSET
@@ -105,7 +104,8 @@ def export(
             `<path>.<hash>.data`; None for only where one file cannot hold them (2 GiB). `max_shard_bytes` of a file of
             compressed-tensors; None for 5 GB. `tokenizer`, whose files a folder for genai gets; None: its model's.
             `adapters`: `inputs` makes the LoRA matrices of a peft model inputs, the active adapter's by default, and
-            writes `<path>.<name>.onnx_adapter` for each (ONNX Runtime's `RunOptions.add_active_adapter` feeds them).
+            writes `<path>.<name>.onnx_adapter` for each (ONNX Runtime's `RunOptions.add_active_adapter` feeds them);
+            in a folder for genai `<name>.onnx_adapter`.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -217,12 +217,8 @@ def write_onnx(
         check=partial(_check, door, opened, runtime.simulates) if checked else None,
         **{name: value for name, value in options.items() if name not in ("cache", "check", "adapters")},
         rewrite=write_single_ops if runtime.single_ops else None,
-        adapters={name: matrix.shape for name, matrix in next(iter(adapters.values()), {}).items()},
+        adapters=adapters,
     )
-    for name, matrices in adapters.items():
-        beside = Path(path).with_suffix(f".{name}.onnx_adapter")
-        write_adapter(beside, matrices)
-        report.summary["paths"].append(str(beside))
     lacking = {} if isinstance(sim, OnnxSim) else {name: sim.notes[name] for name in sim.notes if _is_output(name)}
     return _with_session(Report(report.title, report.rows, {**report.summary, **lacking, **said}), opened)
 
@@ -341,7 +337,13 @@ def _as_tflite(asked: _Asked) -> Report:
 def _as_genai(asked: _Asked) -> Report:
     tokenizer = asked.options.get("tokenizer")
     report = write_folder_for_genai(
-        asked.sim, asked.plan, asked.encodings, asked.path, tokenizer=tokenizer, check=asked.check
+        asked.sim,
+        asked.plan,
+        asked.encodings,
+        asked.path,
+        tokenizer=tokenizer,
+        adapters=_adapters_of(asked.sim, asked.options.get("adapters")),
+        check=asked.check,
     )
     return _with_methods(report, asked.sim)
 
@@ -367,7 +369,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
     {
         "onnx": _Format(_as_onnx, _OF_ONNX),
         "compressed-tensors": _Format(_as_folder, ("max_shard_bytes",)),
-        "genai": _Format(_as_genai, ("tokenizer",)),
+        "genai": _Format(_as_genai, ("tokenizer", "adapters")),
         "gguf": _Format(_as_gguf),
         "pt2e": _Format(_as_program),
         "tflite": _Format(_as_tflite, ("shapes",)),

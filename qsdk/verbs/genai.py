@@ -22,6 +22,7 @@ from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim, door_of
 from torch_bridge.compressed.write import processing_files
 from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.adapters import Matrices
 
 Array = npt.NDArray[Any]
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,6 +37,7 @@ def write_folder_for_genai(
     path: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
+    adapters: Mapping[str, Matrices] | None = None,
     check: bool = True,
 ) -> Report:
     """Write a sim of a causal model of transformers as a folder for onnxruntime-genai.
@@ -57,6 +59,7 @@ def write_folder_for_genai(
         decoder_facts(sim.model),
         weights=traced.weights,
         beside=_beside(sim.model, tokenizer),
+        adapters=adapters,
         in_use=door.files_read(),
         check=partial(_check, sim) if check else None,
     )

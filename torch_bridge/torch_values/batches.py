@@ -187,7 +187,8 @@ def as_step(model: nn.Module, example: Example) -> Example:
 
     The model is a decoder in the form of `transformers`; the example has `input_ids`, positional or by name.
     """
-    taken = inspect.signature(model.forward).parameters
+    called = getattr(model, "get_base_model", lambda: model)()  # peft's wrapper hands its keywords on
+    taken = inspect.signature(called.forward).parameters
     names = input_names(model.forward, example.args)
     given = {**dict(zip(names, example.args, strict=False)), **example.kwargs}
     tokens = given.get(_TOKENS)

@@ -176,6 +176,8 @@ class _QuantizedModule(nn.Module):
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             with without_caches(runtime.caches, runtime.cache_lock):
                 return self._root_forward(runtime, inner, args, kwargs)
+        if runtime.frame is None and runtime.phase != "float":  # generate of peft calls the model inside
+            runtime.now.reads_cache = runtime.has_cache or any(is_cache(value) for value in (*args, *kwargs.values()))
         ceiling = relu_ceiling(self) if state.leaf else None
         return runtime.call(
             state.paths, state.leaf, state.has_output, inner, args, kwargs, ceiling, training=self.training

@@ -18,10 +18,11 @@ def nodes(folder: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
 
 
-def text(folder: Path, prompt: list[int], count: int) -> list[int]:
+def text(folder: Path, prompt: list[int], count: int, adapter: str = "") -> list[int]:
     """Return the tokens that onnxruntime-genai goes on with, from the files of a folder alone."""
     config = json.loads((folder / "genai_config.json").read_text())
-    return generate(folder / "model.onnx", config, prompt, count)[0].tolist()
+    file = folder / f"{adapter}.onnx_adapter" if adapter else None
+    return generate(folder / "model.onnx", config, prompt, count, file)[0].tolist()
 
 
 def steps(folder: Path, sim: QuantSim, prompt: list[int], count: int) -> float:
