@@ -1,6 +1,6 @@
 """Compare a `.tflite` file with its sim, site by site, and LiteRT's reference kernels with their prediction."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,12 @@ def opened(path: Path) -> Program:
     if "sites" not in program.facts:
         raise FileFormatError(f"{path} names no sites of qsdk: compare a file that qsdk.export has written")
     return program
+
+
+def input_sites(program: Program) -> list[str]:
+    """Return the site of each input, in order."""
+    by_tensor = {facts["tensor"]: site for site, facts in reversed(program.facts["sites"].items())}
+    return [by_tensor[number] for number in program.inputs]
 
 
 def check(
@@ -126,23 +132,18 @@ class _Paired:
         self.differing = self.predicted = 0
 
     def compare(self, run: Run, number: int) -> None:
-        """Compare all sites on a batch, which is cut into parts of the size that the file has."""
-        values, outputs = run
-        for part, wanted in self._parts(values, outputs, number):
-            feeds = [self._codes(site, part[site]) for site in self._inputs()]
-            self._compare_sites(part, number)
-            made = [number for op in self.program.ops for number in op.outputs]
-            got, predicted = self.whole.run(feeds, made), reference.run(self.program, feeds)
-            self.differing += sum(int(np.sum(got[one].astype(np.int64) != predicted[one])) for one in made)
-            self.predicted += sum(got[one].size for one in made)
-            names = list(self.program.facts["outputs"])
-            found = [self._output(got | dict(zip(self.program.inputs, feeds, strict=True)), n) for n in names]
-            self.noise.add(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
-
-    def _inputs(self) -> list[str]:
-        """Return the site of each input, in order."""
-        by_tensor = {facts["tensor"]: site for site, facts in reversed(self.sites.items())}
-        return [by_tensor[number] for number in self.program.inputs]
+        """Compare all sites on a batch of the size that the file has."""
+        values, wanted = run
+        self._require_sizes(values, number)
+        feeds = [self._codes(site, values[site]) for site in input_sites(self.program)]
+        self._compare_sites(values, number)
+        made = [number for op in self.program.ops for number in op.outputs]
+        got, predicted = self.whole.run(feeds, made), reference.run(self.program, feeds)
+        self.differing += sum(int(np.sum(got[one].astype(np.int64) != predicted[one])) for one in made)
+        self.predicted += sum(got[one].size for one in made)
+        names = list(self.program.facts["outputs"])
+        found = [self._output(got | dict(zip(self.program.inputs, feeds, strict=True)), n) for n in names]
+        self.noise.add(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
 
     def _compare_sites(self, part: Mapping[str, Array], number: int) -> None:
         numbers = {
@@ -159,6 +160,9 @@ class _Paired:
             tensor = facts["tensor"]
             if site not in part:
                 self.tallies[site].fail(NOT_CAPTURED)
+            elif self.program.tensors[tensor].value is not None:  # what follows from stored tensors alone
+                stored = self.program.tensors[tensor].value
+                self.tallies[site].add(np.abs(stored - self._codes(site, part[site])))
             elif tensor in got:
                 wanted = self._codes(site, part[site])
                 self.tallies[site].add(np.abs(got[tensor].astype(np.int64) - wanted))
@@ -178,30 +182,15 @@ class _Paired:
         values = (codes[facts["tensor"]].astype(np.float32) - grid.zero) * grid.scale[0]
         return np.asarray(values.transpose(np.argsort(facts["perm"])))
 
-    def _parts(
-        self, values: Mapping[str, Array], outputs: Sequence[Array], number: int
-    ) -> Iterator[tuple[dict[str, Array], list[Array]]]:
-        """Yield the parts of a batch, of the size that the file was written for."""
-        first = self.sites[self._inputs()[0]]
-        given, size = values[self._inputs()[0]], int(first["shape"][0]) if first["shape"] else 1
-        times, rest = divmod(len(given), size) if size and given.ndim else (1, 0)
-        if rest or not times:
-            raise DataError(
-                f"batch {number} has {len(given)} samples and the file takes {size} at a time; give whole multiples, "
-                "or export with shapes="
-            )
-        known = {site: values[site] for site in self.sites if site in values}
-        for site, value in known.items():
-            if value.size != times * int(np.prod(self.sites[site]["shape"])):
-                wanted = tuple(self.sites[site]["shape"])
+    def _require_sizes(self, values: Mapping[str, Array], number: int) -> None:
+        """Raise an error for a batch of other sizes than the file has."""
+        for site, facts in self.sites.items():
+            shape, wanted = values[site].shape if site in values else (), tuple(facts["shape"])
+            if site in values and values[site].size != int(np.prod(wanted)):
                 raise DataError(
-                    f"batch {number}: {site} has the shape {value.shape} and the file {wanted}; "
-                    "give batches of the sizes that the file was written for, or export with shapes="
+                    f"batch {number}: {site} has the shape {shape} and the file {wanted}; give batches of the sizes "
+                    "that the file was written for, or whole multiples of its samples, or export with shapes="
                 )
-        split = {site: np.split(value, times) if times > 1 else [value] for site, value in known.items()}
-        ends = [np.split(value, times) if times > 1 else [value] for value in outputs]
-        for at in range(times):
-            yield {site: parts[at] for site, parts in split.items()}, [parts[at] for parts in ends]
 
     def report(self) -> Report:
         """Return the rows and the verdict."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnx_backend.litert import elementwise, layers, moves
+from onnx_backend.litert import elementwise, layers, moves, norms
 from onnx_backend.litert.program import Grid, Program, Tensor
 from onnx_backend.litert.writer import FOR_LITERT, Codes, Failed, Pending, Refused, Stored, Value, Writer
 from onnx_backend.passes.fold_constants import evaluate
@@ -19,6 +19,7 @@ from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, constant_tensor, copied, is_constant, node_label, replace_nodes
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.read import QdqPair, qdq_pairs
+from onnx_backend.single_ops.write import write_norms
 from qsdk.core.errors import ExportError
 
 _Row = Callable[[Writer, NodeProto, Mapping[str, Any]], Value | list[Value]]
@@ -45,12 +46,15 @@ _ROWS: Mapping[str, _Row] = MappingProxyType(
         "HardSigmoid": elementwise.hard_sigmoid,
         "HardSwish": elementwise.hard_swish,
         "Identity": moves.same,
+        "IsNaN": elementwise.never,
+        "LayerNormalization": norms.layer_norm,
         "LeakyRelu": elementwise.leaky_relu,
         "MatMul": layers.linear,
         "MaxPool": layers.max_pool,
         "Mul": elementwise.binary,
         "PRelu": elementwise.prelu,
         "Pad": moves.pad,
+        "RMSNormalization": norms.layer_norm,
         "ReduceMax": elementwise.reduce,
         "ReduceMean": elementwise.reduce,
         "Relu": elementwise.bounds,
@@ -65,6 +69,7 @@ _ROWS: Mapping[str, _Row] = MappingProxyType(
         "Tanh": elementwise.tanh,
         "Transpose": moves.transpose,
         "Unsqueeze": moves.reshape,
+        "Where": elementwise.where,
     }
 )
 #: ops that read and write images channels last
@@ -74,6 +79,7 @@ _ANY_LAYOUT = frozenset({"Add", "Clip", "Concat", "DequantizeLinear", "Identity"
 _ANY_LAYOUT |= {"QuantizeLinear", "Relu", "Sigmoid", "Sub", "Tanh"}
 _SIGNED = MappingProxyType({"uint8": ("int8", 128), "uint4": ("int4", 8), "uint16": ("int16", 1 << 15)})
 _TYPES = ("int8", "int16")
+_INTEGERS = (TensorProto.INT64, TensorProto.INT32)
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _LARGEST = 1 << 16  # elements of a value that is computed while the file is written
 
@@ -85,10 +91,11 @@ def convert(model: ModelProto) -> Program:
         ExportError: ops or encodings that the format cannot say, all of them by name, each with its remedy.
     """
     model = _folded(propagate_static_sizes(model))
+    write_norms(model)
     inferred = with_inferred_shapes(model)
     sizes = static_sizes(inferred)
     shapes = {n: tuple(int(x) for x in s if x is not None) for n, s in sizes.items() if None not in s}
-    w = Writer(shapes)
+    w = Writer(shapes, frozenset(v.name for v in model.graph.input if v.type.tensor_type.elem_type in _INTEGERS))
     w.values.update({name: Stored(array(tensor)) for name, tensor in initializers(model.graph).items()})
     nodes = nodes_reaching(model.graph.node, [value.name for value in model.graph.output])
     refused: list[str] = []
@@ -202,7 +209,9 @@ def _quantized(w: Writer, node: NodeProto, last: Mapping[str, bool], pair: QdqPa
     if isinstance(value, Stored):
         low, high = grid.bounds
         codes = np.clip(np.rint(value.floats() / grid.scale[0]) + grid.zero, low, high)
-        return Stored(codes.astype(np.int64), grid, site)
+        number = w.store(codes, grid, site)
+        w.note(site, "activation", number, codes.shape, tuple(range(codes.ndim)))
+        return Stored(codes.astype(np.int64), grid, tensor=number)
     if value is None and source in w.inputs:
         found = w.requantized(w.inputs[source], grid, site)
     elif value is None:

@@ -14,6 +14,7 @@ from onnx_backend.litert.writer import (
     RELU,
     RELU6,
     Codes,
+    Failed,
     Pending,
     Refused,
     Shape,
@@ -48,9 +49,35 @@ def _operand(w: Writer, name: str, shape: Shape, perm: Shape) -> int:
     return number_of
 
 
+def _product_and_bias(w: Writer, node: NodeProto) -> tuple[Pending | None, str]:
+    """Return the product without a bias that an Add reads, None if there is none, and the name of the stored bias."""
+    for name, other in (node.input, reversed(node.input)) if node.op_type == "Add" else ():
+        product, bias = w.values.get(name), w.values.get(other)
+        if not (isinstance(product, Pending) and product.biased is not None and isinstance(bias, Stored)):
+            continue
+        if bias.values.size == bias.values.shape[-1] == product.shape[-1]:
+            return product, str(other)
+    return None, ""
+
+
+def _without_zeros(w: Writer, node: NodeProto) -> Value | None:
+    """Return the value that an Add of stored zeros, such as a mask that hides nothing, leaves as it is."""
+    for name, other in (node.input, reversed(node.input)):
+        value, zeros = w.values.get(name), w.values.get(other)
+        adds_nothing = isinstance(zeros, Stored) and zeros.grid is None and not np.any(zeros.values)
+        if adds_nothing and isinstance(value, Codes | Pending) and value.shape == w.shapes[node.output[0]]:
+            return value
+    return None
+
+
 def binary(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     """Write ADD, SUB or MUL; a division by a stored number is a product."""
     shape, kind = w.shapes[node.output[0]], _OPS[node.op_type]
+    product, bias = _product_and_bias(w, node)
+    if product is not None and product.biased is not None and product.shape == shape:
+        return product.biased(bias)
+    if node.op_type == "Add" and (left := _without_zeros(w, node)) is not None:
+        return left
     if node.op_type == "Div":
         divisor = w.stored(node.input[1])
         if divisor.values.size != 1:
@@ -81,6 +108,11 @@ def binary(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
         made = w.emit(kind, sides, sizes, out, name, fusedActivationFunction=activation)
         return Codes(made, shape, lead.perm)
 
+    factor = [w.values[name] for name, is_held in zip(names, held, strict=True) if is_held] if kind == "MUL" else []
+    if len(factor) == 1 and isinstance(factor[0], Stored) and factor[0].values.size == 1 and shape == lead.shape:
+        number, own = float(factor[0].floats().reshape(-1)[0]), w.grid(lead)
+        if number > 0:  # the codes stay what they are, where nothing states another grid
+            return Pending(shape, written, fuses=True, own=replace(own, scale=own.scale * np.float32(number)))
     return Pending(shape, written, fuses=True)
 
 
@@ -168,6 +200,21 @@ def hard_sigmoid(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
         return replace(codes, tensor=w.emit("MUL", [moved, sixth], sizes, out, name, fusedActivationFunction=NONE))
 
     return Pending(codes.shape, written, own=Grid.of("int8", 1 / 255, -128))
+
+
+def never(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
+    """Return that integers are no NaN."""
+    return Stored(np.zeros(w.shapes[node.output[0]], np.bool_))
+
+
+def where(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
+    """Return the one side that a condition takes everywhere, as that behind the Softmax of an attention does."""
+    condition, shape = w.stored(node.input[0]).values, w.shapes[node.output[0]]
+    if condition.all() or not condition.any():
+        value = w.values.get(node.input[1 if condition.all() else 2])
+        if value is not None and (isinstance(value, Failed) or getattr(value, "shape", None) == shape):
+            return value
+    raise Refused("it takes some elements of one operand and some of another", "compute it outside of the model")
 
 
 def prelu(w: Writer, node: NodeProto, attrs: Attributes) -> Value:

@@ -1,6 +1,6 @@
 """Linear layers and pools: convolutions write channels last, with PAD where the format's own padding differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -234,18 +234,26 @@ def linear(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     held = _store_weight(w, weight, grid, split, perm, 0)
     w.program.tensors[held] = _flat(w.program.tensors[held], count)
     own = w.grid(value)
-    bias = _bias(w, node.input[2] if len(node.input) > 2 else "", own, grid, count)
     last = len(value.shape) - 1
     shape = (*value.shape[:last], count)
     order_out = value.perm if value.before is None else tuple(range(len(shape)))
 
-    def written(out: Grid, name: str, activation: int) -> Codes:
-        options = {"fusedActivationFunction": activation, "keepNumDims": len(shape) > 2}
-        sizes = tuple(shape[axis] for axis in order_out)
-        made = w.emit("FULLY_CONNECTED", [value.tensor, held, bias], sizes, _like(own, out), name, **options)
-        return Codes(made, shape, order_out)
+    def pending(bias: Callable[[], int], biased: Callable[[str], Pending] | None = None) -> Pending:
+        def written(out: Grid, name: str, activation: int) -> Codes:
+            options = {"fusedActivationFunction": activation, "keepNumDims": len(shape) > 2}
+            given, sizes = [value.tensor, held, bias()], tuple(shape[axis] for axis in order_out)
+            made = w.emit("FULLY_CONNECTED", given, sizes, _like(own, out), name, **options)
+            return Codes(made, shape, order_out)
 
-    return Pending(shape, written, fuses=True)
+        return Pending(shape, written, fuses=True, biased=biased)
+
+    def with_bias(name: str) -> Pending:
+        number = _bias(w, name, own, grid, count)
+        return pending(lambda: number)
+
+    if len(node.input) > 2 and node.input[2]:
+        return with_bias(node.input[2])
+    return pending(lambda: _bias(w, "", own, grid, count), with_bias)
 
 
 def _flat(tensor: Any, count: int) -> Any:

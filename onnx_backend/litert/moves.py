@@ -20,7 +20,7 @@ def reshape(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     if isinstance(value, Stored):
         if value.grid is not None and value.grid.scale.size > 1:
             raise Refused("it reshapes a stored tensor with a scale for each channel", "give it one scale")
-        return replace(value, values=value.values.reshape(shape))
+        return replace(value, values=value.values.reshape(shape), tensor=None)
     if isinstance(value, Pending) and value.own is None:
         return replace(
             value,
@@ -38,7 +38,7 @@ def transpose(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
         grid = value.grid
         if grid is not None and grid.scale.size > 1:
             grid = Grid(grid.dtype, grid.scale, grid.zero_point, order.index(grid.axis))
-        return replace(value, values=value.values.transpose(order), grid=grid, site="")
+        return replace(value, values=value.values.transpose(order), grid=grid, site="", tensor=None)
     if isinstance(value, Pending) and value.own is None:
         turned = tuple(value.shape[axis] for axis in order)
         return replace(value, shape=turned, write=lambda *given: _turned(value.write(*given), order))
@@ -72,6 +72,10 @@ def concat(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
                 tensors.append(w.requantized(part, out, f"{name}/part{at}").tensor)
                 continue
             assert isinstance(part, Stored)
+            held, lies_so = part.tensor, perm == tuple(range(len(perm)))
+            if held is not None and lies_so and part.grid is not None and part.grid.same(out):
+                tensors.append(held)
+                continue
             low, high = out.bounds
             codes = np.clip(np.rint(part.floats() / out.scale[0]) + out.zero, low, high)
             tensors.append(w.store(codes.transpose(perm), out, part.site or f"{name}/part{at}"))
@@ -129,7 +133,9 @@ def split(w: Writer, node: NodeProto, attrs: Attributes) -> list[Value]:
 
 
 def gather(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
-    """Write a SLICE for one stored index, else GATHER."""
+    """Write a SLICE for one stored index, else GATHER; from a stored table by indices that are an input."""
+    if isinstance(w.values.get(node.input[0]), Stored):
+        return _looked_up(w, node, int(attrs.get("axis", 0)))
     value, shape, name = w.codes(node.input[0]), w.shapes[node.output[0]], node.output[0]
     axis, rank = int(attrs.get("axis", 0)) % len(value.shape), len(value.shape)
     indices = w.stored(node.input[1]).values.astype(np.int64) % value.shape[axis]
@@ -144,6 +150,27 @@ def gather(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     return replace(
         value, tensor=w.emit("GATHER", [value.tensor, places], sizes, w.grid(value), name, **options), shape=shape
     )
+
+
+def _looked_up(w: Writer, node: NodeProto, axis: int) -> Value:
+    """Write the rows of a stored table, as an embedding has them."""
+    table, shape, name = w.stored(node.input[0]), w.shapes[node.output[0]], node.output[0]
+    indices = w.values.get(node.input[1])
+    if isinstance(indices, Stored):
+        if table.grid is not None and table.grid.scale.size > 1:
+            raise Refused("it indexes a stored tensor with a scale for each row", "give it one scale")
+        return replace(table, values=np.take(table.values, indices.values.astype(np.int64), axis), site="", tensor=None)
+    if table.grid is None or table.grid.dtype not in ("int8", "int16") or table.grid.scale.size > 1 or axis:
+        raise Refused(
+            f"its table {node.input[0]!r} is not of 8 or 16 bits with one scale, or it is indexed along another axis",
+            "give it 8 bits and one scale",
+        )
+    held = w.store(table.values, table.grid, table.site or f"{name}/table")
+    if table.site:
+        w.note(table.site, "weight", held, table.values.shape, tuple(range(table.values.ndim)), table.own_perm)
+    given = [held, w.integers(node.input[1])]
+    made = w.emit("GATHER", given, shape, table.grid, name, axis=0, batchDims=0)
+    return Codes(made, shape, tuple(range(len(shape))))
 
 
 def pad(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
@@ -169,7 +196,7 @@ def expand(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     shape, name = w.shapes[node.output[0]], node.output[0]
     value = w.values.get(node.input[0])
     if isinstance(value, Stored):
-        return replace(value, values=np.broadcast_to(value.values, shape), site="")
+        return replace(value, values=np.broadcast_to(value.values, shape), site="", tensor=None)
     codes = w.ranked(w.codes(node.input[0]), len(shape))
     if codes.shape == shape:
         return codes

@@ -45,7 +45,7 @@ _OPTIONS: Mapping[str, str] = MappingProxyType(
 #: the version of an op whose kernel takes int8, where the first one does not
 _VERSIONS: Mapping[str, int] = MappingProxyType(
     {"CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "TRANSPOSE_CONV": 3, "RESIZE_NEAREST_NEIGHBOR": 3}
-    | {"RESIZE_BILINEAR": 3, "SUB": 3}
+    | {"RESIZE_BILINEAR": 3, "SUB": 3, "RSQRT": 3}
     | dict.fromkeys(("EXP", "HARD_SWISH", "PRELU", "RELU_N1_TO_1", "RESHAPE"), 1)
 )
 _INT8_VERSION = 2

@@ -56,13 +56,15 @@ class Codes:
 class Stored:
     """A stored tensor: integers with their scales and zero points, or floats without.
 
-    `own_perm` is the order in which the file has the axes of the simulation's own tensor, where they differ.
+    `own_perm` is the order in which the file has the axes of the simulation's own tensor, where they differ; `tensor`
+    is where the program has these codes already.
     """
 
     values: Array
     grid: Grid | None = None
     site: str = ""
     own_perm: Shape | None = None
+    tensor: int | None = None
 
     def floats(self) -> Array:
         """Return what the integers stand for."""
@@ -86,6 +88,7 @@ class Pending:
         low: the least value, of a Relu or Clip behind the op.
         high: the largest value.
         own: the grid that the op has where none is stated.
+        biased: adds a stored bias by its name, where the op has room for one.
     """
 
     shape: Shape
@@ -94,6 +97,7 @@ class Pending:
     low: float = -np.inf
     high: float = np.inf
     own: Grid | None = None
+    biased: "Callable[[str], Pending] | None" = None
 
 
 Value = Codes | Stored | Pending | Failed
@@ -107,11 +111,13 @@ class Writer:
         program: what is written so far.
         values: by name of an ONNX tensor.
         shapes: by name of an ONNX tensor.
+        whole_numbers: the names of a model's inputs that are integers.
         inputs: by name of a model's input, as its first QuantizeLinear has it.
         sites: site -> kind, tensor, the shape in ONNX's order and the order in which the file holds its axes.
     """
 
     shapes: Mapping[str, Shape]
+    whole_numbers: frozenset[str] = frozenset()
     program: Program = field(default_factory=Program)
     values: dict[str, Value] = field(default_factory=dict)
     sites: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -148,6 +154,18 @@ class Writer:
             self.sites[site]["own_perm"] = list(own_perm)
 
     # values
+
+    def integers(self, name: str) -> int:
+        """Return the tensor of an input of whole numbers, such as token ids."""
+        if name not in self.whole_numbers:
+            raise Refused(f"its indices {name!r} are computed, and must be stored or an input", "compute them outside")
+        if name not in self.inputs:
+            shape = self.shapes[name]
+            number, perm = self.program.add(Tensor(name, shape, "int32")), tuple(range(len(shape)))
+            self.program.inputs.append(number)
+            self.inputs[name] = Codes(number, shape, perm)
+            self.note(name, "input", number, shape, perm)
+        return self.inputs[name].tensor
 
     def codes(self, name: str, *, flat: bool = False) -> Codes:
         """Return a value as codes, in its own layout; `flat` takes one that was flattened after it was reordered."""

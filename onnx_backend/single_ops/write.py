@@ -51,9 +51,20 @@ def write_single_ops(model: ModelProto) -> dict[str, Any]:
     """
     if opset_of(model) < OPSET:
         return {}
+    return _written(model, frozenset(_OPERATORS))
+
+
+def write_norms(model: ModelProto) -> None:
+    """Write norms as RMSNormalization in place, at any opset: for a reader of the graph, not for a file."""
+    _written(model, frozenset({"RMSNorm"}))
+
+
+def _written(model: ModelProto, wanted: frozenset[str]) -> dict[str, Any]:
     writer = _Writer(model)
     found, reasons = Counter[str](), Counter[str]()
     for group in writer.groups():
+        if group.name not in wanted:
+            continue
         name = _OPERATORS[group.name]
         try:
             writer.write(group)

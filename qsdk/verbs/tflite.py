@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.litert.check import check, opened
+from onnx_backend.litert.check import check, input_sites, opened
 from onnx_backend.litert.program import Program
 from onnx_backend.litert.write import fixed_sizes, write_tflite
 from onnx_backend.proto.inputs import with_shapes
@@ -16,6 +16,7 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.core.run_options import Run
 from qsdk.verbs.doors.choose import Door, Sim, door_of
+from qsdk.verbs.doors.parts import parts_of
 
 LITERT = "litert"
 
@@ -40,7 +41,10 @@ def check_tflite(door: Door, path: str | os.PathLike[str], data: Iterable[Any], 
     """Compare a `.tflite` file with its sim; see `check_parity`."""
     if runtime not in (None, LITERT):
         raise ConfigError(f"runtime={runtime!r} does not read .tflite files; leave it out: LiteRT runs them")
-    return _compared(door, opened(Path(path)), door.simulated(data))
+    program = opened(Path(path))
+    # the sim gets one part at a time: a site such as [steps * batch, width] does not say which rows are whose
+    sizes = [program.facts["sites"][site]["shape"] for site in input_sites(program)]
+    return _compared(door, program, door.simulated(parts_of(data, sizes)))
 
 
 def check_in_litert(door: Door, model: ModelProto, data: Iterable[Any]) -> Report:

@@ -28,6 +28,7 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import Run
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.site import owner_of, without_calls
+from qsdk.verbs.doors.parts import parts_of
 from torch_bridge import calibrate, data_passes, stored_weights
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import layers
@@ -175,9 +176,12 @@ class ModuleDoor:
         """Yield values by site, inputs by name, and the outputs, of each batch."""
         return data_passes.captures(self.sim, data, forward=self.run.forward, progress=self.run.progress)
 
-    def simulated_example(self, _: ModelProto) -> Iterator[SimulatedRun]:
-        """Yield the same of the example."""
-        return data_passes.captures(self.sim, [self.sim.current_example], forward=_call_example, progress=False)
+    def simulated_example(self, model: ModelProto) -> Iterator[SimulatedRun]:
+        """Yield the same of the example, in parts of the sizes that a file has."""
+        sizes = [[one.dim_value for one in value.type.tensor_type.shape.dim] for value in model.graph.input]
+        example = self.sim.current_example
+        parts = parts_of([(example.args, example.kwargs)], sizes)
+        return data_passes.captures(self.sim, parts, forward=_call_example, progress=False)
 
     def stored_at_sites(self) -> Mapping[str, Array]:
         """Return the fake-quantized weights and biases by site."""
@@ -196,4 +200,5 @@ class ModuleDoor:
 
 
 def _call_example(model: Any, example: Any) -> Any:
-    return model(*example.args, **example.kwargs)
+    args, kwargs = example
+    return model(*args, **kwargs)

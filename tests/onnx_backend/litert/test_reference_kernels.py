@@ -44,13 +44,13 @@ class OneOp:
         grid = Grid(wide, (np.float64(step) * scales).astype(np.float32), zeros)
         return weight, self.program.add(Tensor("b", (count,), wide, grid, held))
 
-    def differing(self, op: str, inputs, shape, grid: Grid, **options) -> int:
-        """Run the op in LiteRT and by the prediction; return how many codes differ."""
+    def differing(self, op: str, inputs, shape, grid: Grid, codes=None, **options) -> int:
+        """Run the op in LiteRT and by the prediction, on random codes or these; return how many codes differ."""
         made = self.program.add(Tensor("y", tuple(shape), self.dtype, grid))
         self.program.ops.append(Op(op, tuple(inputs), (made,), options))
         self.program.outputs = [made]
         low, high = grid.bounds
-        feeds = [
+        feeds = codes or [
             self.random.integers(low, high + 1, self.program.tensors[n].shape).astype(self.dtype)
             for n in self.program.inputs
         ]
@@ -131,6 +131,15 @@ def test_products_of_activations_are_predicted(seed, dtype, flip):
     assert one.differing("BATCH_MATMUL", (x, y), (2, 3, 8, 12), one.grid(0.1, 0.4, around=90), **options) == 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_of_squares_are_predicted(seed):
+    """In 16 bits a multiplier has 15 bits, so that the last bit of the product of the scales counts."""
+    one = OneOp(seed, "int16")
+    x = one.given(200, 1, 32)
+    grid = Grid.of("int16", one.program.tensors[x].grid.step ** 2 * 32 * 32767 / 4, 0)  # as a norm has it
+    assert one.differing("BATCH_MATMUL", (x, x), (200, 1, 1), grid, adjX=False, adjY=True) == 0
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 @pytest.mark.parametrize("op", ["ADD", "SUB", "MUL"])
@@ -150,6 +159,16 @@ def test_functions_of_one_tensor_are_predicted(seed, op):
     x = one.given(4, 500)
     options = {"LEAKY_RELU": {"alpha": 0.1}, "GELU": {"approximate": seed % 2 == 1}}.get(op, {})
     assert one.differing(op, (x,), (4, 500), one.grid(0.02, 0.1, around=90), **options) == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_inverse_roots_are_predicted_for_every_code(seed):
+    one = OneOp(seed, "int16")
+    scale = float(one.random.uniform(1e-6, 1e-2))
+    x = one.given(1 << 15, grid=Grid.of("int16", scale, 0))
+    largest = 1 / np.sqrt(scale * [1, 8, 32, 500][seed % 4])
+    every = np.arange(1 << 15, dtype=np.int16)
+    assert one.differing("RSQRT", (x,), (1 << 15,), Grid.of("int16", largest / 32767, 0), codes=[every]) == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
