@@ -11,7 +11,8 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     configs     w8a8 w8a16 w4a8 w4a16 block_scaled weight_only QuantConfig load_config
     calibrate   calibrate reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
-    train       distill_loss; in qsdk.train: callbacks Distilled freeze_ranges tune_ranges
+    train       distill_loss; in qsdk.train: callbacks Distilled freeze_ranges
+                generate_text tune_ranges
     decide      sensitivity mixed_precision autoquant; in qsdk.analysis: accumulators advise
                 error_by_position next_token_agreement perplexity profile
     export      export validate session
@@ -124,7 +125,7 @@ _VERBS = {name: file for file, names in _FILES.items() for name in names.split()
 _ELSEWHERE = {
     "analysis": ("accumulators", "advise", "error_by_position", "next_token_agreement", "perplexity", "profile"),
     "dtypes": ("BlockFormat", "float8e4m3fnuz", "float8e5m2fnuz", "float8e8m0", "mxfp4", "mxfp8", "mxint8", "nvfp4"),
-    "train": ("Distilled", "callbacks", "freeze_ranges", "tune_ranges"),
+    "train": ("Distilled", "callbacks", "freeze_ranges", "generate_text", "tune_ranges"),
 }
 
 __all__ = [

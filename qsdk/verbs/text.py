@@ -1,5 +1,6 @@
-"""Metrics of language models over token ids of any tokenizer: perplexity, agreement, and the error by position."""
+"""Texts and language models: perplexity, agreement, the error by position, and text that a model writes itself."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from qsdk.core.errors import ConfigError, DataError
 from qsdk.core.precision.advice import decibels
 from qsdk.core.report import Report
-from qsdk.core.run_options import DataOptions, Forward, require_keywords
+from qsdk.core.run_options import DataOptions, Forward, SeededOptions, require_keywords, run_of
 from qsdk.core.sims.stateful import StatefulSim
 from qsdk.progress import over_batches
 from qsdk.verbs.doors.choose import OnnxSim, QuantSim
+from torch_bridge.torch_values.pytree import ARGUMENTS
 from torch_bridge.training.training import eval_mode
 
 Logits = Callable[[Tensor], Tensor]
@@ -36,6 +38,14 @@ class _StrideOptions(_WindowOptions, total=False):
     """How a model reads texts in windows that may overlap."""
 
     stride: int | None
+
+
+class _WritingOptions(SeededOptions, total=False):
+    """How a model writes text."""
+
+    begin: Sequence[int]
+    temperature: float
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -184,6 +194,103 @@ def error_by_position(one: Any, other: Any, tokens: Any, **options: Unpack[_Wind
     facts = _facts_of(sums)
     known = {"calibrated_length": longest} if longest else {}
     return Report("Error by position", rows, {**known, "sqnr_db": facts["sqnr_db"], "agreement": facts["agreement"]})
+
+
+def generate_text(model: Any, texts: int, length: int, **options: Unpack[_WritingOptions]) -> list[Any]:
+    """Return texts that a language model writes itself, as data to calibrate, to round, and above all to train with.
+
+    Each token is drawn from the model's own probabilities, so that no data of yours is needed and there is as much of
+    it as you have time for. It knows nothing that the model does not: measure on texts of your own. Texts go on behind
+    a token that ends one, as in packed training data.
+
+    Args:
+        model: the float model, a module that gives logits; with a cache where it takes one, as those of transformers
+            do, else it reads the whole text for each token. Or a sim, or a function of ids.
+        texts: how many.
+        length: tokens of each, those in `begin` included.
+        options: `begin`: ids that every text begins with; by default the `bos_token_id` in the model's `config`, and
+            where there is none, a token drawn from the whole vocabulary and the three most likely behind it (LLM-QAT).
+            `temperature`: divides the logits (1.0). `batch_size`: texts written together, the rows of a batch (32).
+            `seed`: of the draws (0). `forward`: `(model, ids)`, to call the model yourself, without a cache.
+            `progress`: show a bar (True).
+
+    Returns:
+        Batches for `calibrate`, other verbs, and `distill_loss`: int64 [batch_size, length], as `{"input_ids": ids}`
+        where the model's forward has an argument of that name.
+
+    Raises:
+        ConfigError: sizes or a temperature that make no sense, or something that is no model.
+        DataError: a model that does not give logits, or gives NaN.
+
+    Source: Liu et al. 2023, LLM-QAT, section 2.1.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> table = 99 * torch.eye(5).roll(1, 1)  # behind each token comes the next
+        >>> qsdk.train.generate_text(lambda ids: table[ids], 1, 4, begin=[2], progress=False)
+        [tensor([[2, 3, 4, 0]])]
+    """
+    run, temperature, size = (run_of(generate_text, options), *_sizes(texts, length, options))
+    module = model.model if isinstance(model, QuantSim) else model
+    takes = set(inspect.signature(module.forward).parameters if isinstance(module, nn.Module) else ())
+    facts = getattr(module, "config", None)
+    first, longest = (getattr(facts, name, None) for name in ("bos_token_id", "max_position_embeddings"))
+    begin = list(options.get("begin", [] if first is None else [int(first)]))
+    if len(begin) >= length or length > (longest or length):
+        raise ConfigError(f"length={length} is not beyond begin={begin}, or beyond the model's {longest} positions")
+    cache = next((name for name in ARGUMENTS if name in takes), None) if isinstance(model, nn.Module) else None
+    generator, written = torch.Generator().manual_seed(run.seed), []
+    with _logits_of(model, options) as whole:
+        for at in over_batches(range(0, texts, size), "texts", run.progress):
+            rows = min(size, texts - at)
+            logits = whole if cache is None or "forward" in options else _Reader(model, cache)
+            ids, likeliest = torch.tensor(begin, dtype=torch.long).expand(rows, -1), 0
+            if not begin:
+                known = whole(torch.zeros(1, 1, dtype=torch.long)).shape[-1]
+                ids, likeliest = torch.randint(known, (rows, 1), generator=generator), 1 + _LIKELIEST
+            while ids.shape[1] < length:
+                last = logits(ids)[:, -1]
+                drawn = last.argmax(-1) if ids.shape[1] < likeliest else _drawn(last / temperature, generator)
+                ids = torch.cat([ids, drawn[:, None]], 1)
+            written.append({"input_ids": ids} if "input_ids" in takes else ids)
+    return written
+
+
+#: tokens behind one drawn from the vocabulary that are not drawn, so that the text finds into the language
+_LIKELIEST = 3
+
+
+def _sizes(texts: int, length: int, options: Mapping[str, Any]) -> tuple[float, int]:
+    """Return the temperature and the texts of a batch."""
+    temperature, size = options.get("temperature", 1.0), options.get("batch_size", 32)
+    if texts < 1 or size < 1 or length < 2:
+        raise ConfigError(f"texts={texts} and batch_size={size} must be 1 at least, and length={length} 2")
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature} must be positive; a small one takes the likeliest tokens")
+    return float(temperature), int(size)
+
+
+class _Reader:
+    """A model that reads one batch of texts as they grow, and of each no token twice, by the cache that it keeps."""
+
+    def __init__(self, model: nn.Module, cache: str) -> None:
+        self._model, self._cache, self._device = model, cache, _device(model)
+        self._past, self._read = None, 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        new = ids[:, self._read :]
+        with torch.no_grad():
+            result = self._model(input_ids=new.to(self._device), use_cache=True, **{self._cache: self._past})
+        self._past = getattr(result, self._cache, None)
+        self._read = 0 if self._past is None else ids.shape[1]
+        return _checked(_found(result), new)
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a token of each row [texts, vocabulary], drawn by its probabilities: one random number a row."""
+    sums = logits.double().softmax(-1).cumsum(-1)
+    place = torch.rand(len(sums), 1, dtype=torch.float64, generator=generator) * sums[:, -1:]
+    return torch.searchsorted(sums, place, right=True)[:, 0].clamp(max=sums.shape[1] - 1)
 
 
 def _facts_of(sums: torch.Tensor) -> dict[str, Any]:
