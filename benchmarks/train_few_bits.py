@@ -98,8 +98,9 @@ def main() -> None:
     model = zoo_text.stories()
     told = zoo_text.told(zoo_text.NextToken(model), given.told, 128, seed=2)
     exact, start = qsdk.analysis.perplexity(model, told, batch_size=8), time.process_time()
-    batches = qsdk.train.generate_text(model, given.texts, LENGTH, batch_size=SIZE, seed=1, progress=False)
-    texts = torch.cat([batch["input_ids"] for batch in batches])
+    written = qsdk.train.generate_text(model, given.texts, LENGTH, batch_size=64, seed=1, progress=False)
+    texts = torch.cat([batch["input_ids"] for batch in written])
+    batches = [{"input_ids": part} for part in texts.split(SIZE)]
     found: dict[str, Any] = {}
 
     def noted(name: str) -> None:
