@@ -21,7 +21,7 @@ from onnx_backend.qdq.graph_editor import (
     widen,
     write_site,
 )
-from onnx_backend.qdq.layer_inputs import quantize_inputs
+from onnx_backend.qdq.layer_inputs import quantize_in_front, quantize_inputs
 from onnx_backend.qdq.narrow_regions import note_regions, round_entries
 from onnx_backend.qdq.older_opsets import at_older_opset, require_sayable
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES, require_written
@@ -116,6 +116,7 @@ def lower(
     lowering.finish()
     round_entries(lowering)
     drop_zero_products(model)
+    quantize_in_front(model, only=WHOLE)  # pairs as those of sites, so that they need the same barriers
     rounds = any(decision.input_block for decision in plan.decisions.values())
     alone = not rounds and (plan.only_weights() or bool(needed_options(model)))
     drop_properties(model, (OPTIONS_KEY,))
@@ -165,7 +166,8 @@ def _lower(
 
 def _require_no_kernel(plan: Plan) -> None:
     """Refuse LSTM layers that round their state, which no standard op says."""
-    found = [site for site, decision in plan.decisions.items() if decision.input_block == WHOLE]
+    states = ((s, d) for s, d in plan.decisions.items() if d.op_type == "LSTM")
+    found = [site for site, decision in states if decision.input_block == WHOLE]
     if found:
         raise ExportError(
             f"the LSTM of {found[0]} rounds its state in each step, as a kernel of ONNX Runtime does and no other; "

@@ -40,17 +40,21 @@ _PARAMETERS = ("kernel_scale", "kernel_zero_point")
 def quantize_inputs(model: ModelProto) -> None:
     """Put nodes that round it in front of each layer whose weight says so, in place; those that have them keep them."""
     _round_states(model)
+    quantize_in_front(model)
+
+
+def quantize_in_front(model: ModelProto, only: int | None = None) -> None:
+    """Put nodes that round it in front of each MatMul or Gemm whose weight says so, or names the length `only`."""
     graph, known = model.graph, Readers(model.graph)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     rounds = {node.output[0] for node in graph.node if PART_KEY in metadata(node)}
     wanted: dict[str, tuple[int, int]] = {}  # first output of a layer -> length of blocks, input channels
     for node in graph.node:
-        length = metadata(node).get(BLOCK_KEY)
-        for layer, turned in (
-            () if length in (None, str(WHOLE)) else _layers(node, known.readers, metadata(node)["qsdk.site"])
-        ):
+        length = int(metadata(node).get(BLOCK_KEY, 0))
+        layers = _layers(node, known.readers, metadata(node)["qsdk.site"]) if length and only in (None, length) else ()
+        for layer, turned in layers:
             if layer.input[0] not in rounds:
-                wanted[layer.output[0]] = int(length or 0), dims[node.input[0]][1 if turned else 0]
+                wanted[layer.output[0]] = length, dims[node.input[0]][1 if turned else 0]
     if not wanted:
         return
     made: dict[tuple[str, int], str] = {}
@@ -59,7 +63,7 @@ def quantize_inputs(model: ModelProto) -> None:
         if node.output and node.output[0] in wanted:
             source, (block, channels) = node.input[0], wanted[node.output[0]]
             if (source, block) not in made:
-                fresh = _Rounding(known, source, block, channels)
+                fresh = _WholeRounding(known, source) if block == WHOLE else _Rounding(known, source, block, channels)
                 nodes += fresh.nodes
                 made[source, block] = fresh.output
             node.input[0] = made[source, block]
@@ -78,10 +82,10 @@ def with_quantized_inputs(model: ModelProto) -> ModelProto:
 
 def leave_inputs_to_kernels(model: ModelProto) -> None:
     """Take the rounding nodes away, in place, in front of the layers that the runtime makes MatMulNBits of."""
-    raw = _raw_inputs(model)
+    known = Readers(model.graph)
+    raw = {name: x for name, x in _raw_inputs(model).items() if known.makers[name].op_type != "DequantizeLinear"}
     if not raw:
         return
-    known = Readers(model.graph)
     for node in [node for node in model.graph.node if node.op_type in _LAYERS and node.input[0] in raw]:
         rounded, node.input[0] = node.input[0], raw[node.input[0]]
         if not known.becomes_nbits(node):
@@ -203,6 +207,8 @@ def _layers(
     for reader in readers.get(name, []):
         if reader.op_type == "Transpose" or COPY_KEY in metadata(reader):
             yield from _layers(reader, readers, site, turned=turned != (reader.op_type == "Transpose"))
+        elif (reader.domain, reader.op_type) == _KERNEL:
+            continue  # which rounds by itself
         elif reader.op_type in _LAYERS and reader.input[1] == name:
             yield reader, turned != bool(attributes(reader).get("transB", 0))
         else:
@@ -212,12 +218,35 @@ def _layers(
             )
 
 
-class _Rounding:
-    """The nodes that round a tensor to int8 in blocks along its last axis, and what they make."""
+class _Nodes:
+    """Nodes that round a tensor, and what they make."""
+
+    output: str
+
+    def __init__(self, known: Readers, source: str, prefix: str) -> None:
+        self.known, self.source, self.prefix, self.nodes = known, source, prefix, list[NodeProto]()
+
+    def _add(self, op: str, *inputs: str, further: Sequence[str] = (), **options: Any) -> str:
+        name, *others = (self.known.fresh(f"{self.prefix}/{end}") for end in (op.lower(), *further))
+        self.nodes.append(helper.make_node(op, inputs, [name, *others], name, **options))
+        set_metadata(self.nodes[-1], **{PART_KEY.removeprefix("qsdk."): self.source})
+        return name
+
+
+class _WholeRounding(_Nodes):
+    """The nodes that round a tensor to uint8, by the range of all of it."""
+
+    def __init__(self, known: Readers, source: str) -> None:
+        super().__init__(known, source, f"{source}/rounded")
+        self._add("DynamicQuantizeLinear", source, further=("scale", "zero_point"))
+        self.output = self._add("DequantizeLinear", *self.nodes[0].output)
+
+
+class _Rounding(_Nodes):
+    """The nodes that round a tensor to int8 in blocks along its last axis."""
 
     def __init__(self, known: Readers, source: str, block: int, channels: int) -> None:
-        self.known, self.source, self.nodes = known, source, list[NodeProto]()
-        self.prefix = f"{source}/blocks_of_{block}"
+        super().__init__(known, source, f"{source}/blocks_of_{block}")
         count = -(-channels // block)
         rows = self._add("Reshape", source, self._numbers("rows", [-1, 1, channels]))
         if channels % block:
@@ -235,12 +264,6 @@ class _Rounding:
             bounds = (self._numbers(name, [n]) for name, n in (("start", 0), ("end", channels), ("axis", 1)))
             rounded = self._add("Slice", rounded, *bounds)
         self.output = self._add("Reshape", rounded, self._add("Shape", source))
-
-    def _add(self, op: str, *inputs: str, **options: Any) -> str:
-        name = self.known.fresh(f"{self.prefix}/{op.lower()}")
-        self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
-        set_metadata(self.nodes[-1], **{PART_KEY.removeprefix("qsdk."): self.source})
-        return name
 
     def _numbers(self, name: str, values: list[int]) -> str:
         return self.known.store(f"{self.prefix}/{name}", np.array(values, np.int64))

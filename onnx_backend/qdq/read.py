@@ -12,6 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.nodes import attributes, constant_tensor, metadata, node_label, set_metadata
+from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.readers import COPY_KEY
 from qsdk.core.errors import CalibrationError, ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, uint8
@@ -317,6 +318,8 @@ def dynamic_pairs(model: ModelProto) -> list[DynamicPair]:
     for node in model.graph.node:
         quantize = made_by.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         facts, spec = metadata(node), Spec(uint8, symmetric=False, dynamic=True)
+        if PART_KEY in facts:  # a layer rounds its own input: no site
+            continue
         if quantize is not None and quantize.op_type == "DynamicQuantizeLinear" and node.input[:] == quantize.output[:]:
             codes, source = (*quantize.output,), quantize.input[0]
         elif node.op_type == "Mul" and (divide := _divided_by_token(made_by, node)) is not None:

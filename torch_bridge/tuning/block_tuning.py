@@ -7,7 +7,7 @@ Sources: Li et al. 2021, BRECQ, for the block as the unit; Cheng et al. 2024, Si
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from qsdk.core.callbacks import log
 from qsdk.core.errors import ModelError
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.exact_sums import on_exact_sums, with_exact_sums
 from qsdk.core.numerics.spec import axis_of, block_size_of
 from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.site import owner_of, port_of
@@ -221,12 +222,15 @@ class _LearnedWeight:
         return self.quantizer(self.moved(weight)).to(weight.dtype)
 
     def moved(self, weight: Tensor) -> Tensor:
-        """Return the weight, shifted but not rounded."""
+        """Return the weight, shifted but not rounded; what is judged and written has sums that kernels add exactly."""
         spec = self.quantizer.spec
         scale, _ = self.quantizer.scale_and_zero_point()
         axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
         aligned = affine.align(scale, tuple(weight.shape), axis, size)
-        return torch.addcmul(weight.detach().float(), self.shift, aligned)
+        result = torch.addcmul(weight.detach().float(), self.shift, aligned)
+        if not spec.dtype.exact_sums or torch.is_grad_enabled():
+            return result
+        return torch.from_numpy(on_exact_sums(self.quantizer.encoding(), result.cpu().numpy())).to(result)
 
 
 @dataclass
@@ -435,6 +439,10 @@ def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> 
 def _changes(run: BlockRun, scales: Sequence[Quantizer], *, rounded: bool) -> list[SiteChange]:
     changes = {quantizer.site: SiteChange(quantizer.site, quantizer.encoding()) for quantizer in scales}
     with torch.no_grad():
+        for site, change in changes.items():
+            if change.encoding.dtype.exact_sums and site not in run.learned:
+                stored = stored_tensor(run.sim.model, site).detach().float().cpu().numpy()
+                changes[site] = replace(change, encoding=with_exact_sums(change.encoding, stored))
         for site, learned in run.learned.items():
             weight = stored_tensor(run.sim.model, site).detach()
             value = learned(weight) if rounded else learned.moved(weight)

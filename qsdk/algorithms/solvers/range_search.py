@@ -190,22 +190,22 @@ class Grids:
         full = range_of(stored, problem.spec)
         self._low, self._high = np.minimum(full.low, 0).reshape(-1), np.maximum(full.high, 0).reshape(-1)
         exact = problem.spec.dtype.exact_sums
-        self._least = least_scale(stored, problem.encoding.axis) if exact else np.zeros(self._low.shape, np.float32)
+        least = least_scale(stored, problem.encoding.axis) if exact else np.zeros(self._low.shape, np.float32)
+        self.least = torch.from_numpy(least).to(self._device)  # no scale is to be smaller
 
     def common(self, share: float) -> tuple[Tensor, Tensor]:
         """Return scales and zero points for one share of all ranges, float32 [scales]."""
-        return self._grids(self._low * np.float32(share), self._high * np.float32(share), self._least)
+        return self._grids(self._low * np.float32(share), self._high * np.float32(share), self.least)
 
     def of(self, scales: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Return the asymmetric grids of some scales, for shares of either end, [..., scales]."""
         at = scales.cpu().numpy()
-        return self._grids(self._low[at] * low.cpu().numpy(), self._high[at] * high.cpu().numpy(), self._least[at])
+        return self._grids(self._low[at] * low.cpu().numpy(), self._high[at] * high.cpu().numpy(), self.least[scales])
 
-    def _grids(self, low: FloatArray, high: FloatArray, least: FloatArray) -> tuple[Tensor, Tensor]:
-        scale, zero_point = scale_and_zero_point(low, high, self._spec)
-        return torch.from_numpy(np.maximum(scale, least)).to(self._device), torch.from_numpy(zero_point).to(
-            self._device
-        ).float()
+    def _grids(self, low: FloatArray, high: FloatArray, least: Tensor) -> tuple[Tensor, Tensor]:
+        found = scale_and_zero_point(low, high, self._spec)
+        scale, zero_point = (torch.from_numpy(values).to(self._device) for values in found)
+        return torch.maximum(scale, least), zero_point.float()
 
 
 class Block:

@@ -213,7 +213,7 @@ def _search(
             if not spec.symmetric:
                 best, choice = _search_ends(block, own, grids, shares.to(cells.device), choice, best)
             if refine and isinstance(own, Quadratic) and spec.scales_are_free:
-                best, choice = _refine(block, own, *best, choice)
+                best, choice = _refine(block, own, *best, choice, grids.least[at])
             if losses is squared:
                 best, choice = _keep_if_worse(block, squared, columns, (scale[at], zero_point[at]), best, choice)
             scale[at], zero_point[at] = best
@@ -282,10 +282,10 @@ def _keep_if_worse(
 
 
 def _refine(
-    block: Block, loss: Quadratic, scale: Tensor, zero_point: Tensor, choice: ScaleChoice
+    block: Block, loss: Quadratic, scale: Tensor, zero_point: Tensor, choice: ScaleChoice, least: Tensor
 ) -> tuple[tuple[Tensor, Tensor], ScaleChoice]:
-    """Replace scales by the best ones for their codes, where that lowers the loss."""
-    other = least_squares(block, loss, scale, choice)
+    """Replace scales by the best ones for their codes, none below the `least`, where that lowers the loss."""
+    other = torch.maximum(least_squares(block, loss, scale, choice), least)
     deviation = block.deviation(other, zero_point)
     losses = block.total(loss(deviation))
     falls = losses < choice.losses

@@ -10,11 +10,12 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Place, Rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import RECURRENT
 from qsdk.core.numerics.dtypes import BlockFormat, DType
 from qsdk.core.numerics.spec import PerBlock, Spec, float_spec
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
-from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
+from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms, only_kernels
 from qsdk.core.planning.islands import with_islands
 from qsdk.core.planning.plan import WHOLE, Decision, Plan
 from qsdk.core.planning.stored import plan_stored, stands_for, with_look_ups
@@ -24,6 +25,7 @@ from qsdk.core.site import nearest_in_words, nearest_owners, owner_of
 _WITHOUT_BLOCKS = 32
 _LENGTHS = frozenset({16, 32, 64, 128, 256})  # those that the kernel has
 _BYTES = frozenset({"int8", "uint8"})  # in which the kernel of LSTM reads weights
+_OF_LAYERS = "each of its layers rounds it to uint8; what else reads it has its values"
 _LEAST_BITS = 3  # weights of 2 bits have kernels for some lengths alone
 
 
@@ -44,6 +46,45 @@ def with_int8_inputs(
             root = context.operands[index][1].root
             result[root] = replace(stored[root], input_block=WHOLE)
     return result
+
+
+def with_rounding_layers(
+    context: PlanningContext, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
+) -> tuple[dict[int, Decision], dict[int, Decision]]:
+    """Return both kinds of decisions, in which layers round what others read as well: a residual sum has its values.
+
+    For ONNX Runtime's kernels alone, and for ranges found while the model runs: as its own tool puts them in front of
+    each layer, and no node of the file gives back what the layers have rounded.
+    """
+    floats, blocks = dict(activations), dict(stored)
+    moved = {decision.tied_to for decision in activations.values()}
+    for tensor, decision in activations.items() if only_kernels(context.config) else ():
+        found = decision.spec is not None and decision.spec.dynamic is True and decision.site not in moved
+        roots = _weights_of_readers(context, tensor, stored) if found else None
+        if roots and _is_float(context.graph, {}, tensor):
+            floats[tensor] = replace(decision, spec=None, reason=_OF_LAYERS)
+            blocks |= {root: replace(stored[root], input_block=WHOLE) for root in roots}
+    return floats, blocks
+
+
+def _weights_of_readers(context: PlanningContext, tensor: int, stored: Mapping[int, Decision]) -> list[int] | None:
+    """Return the weights of 8 bits that a tensor is multiplied with; None where their layers alone read its codes."""
+    graph, roots = context.graph, list[int]()
+    readers = list(graph.consumers[tensor])
+    for index in readers:
+        op = graph.ops[index]
+        if op.type not in ("MatMul", "Gemm"):
+            if op.type in RECURRENT:
+                return None
+            continue
+        root = next((o.root for o in context.operands[index] if o.role == "weight"), None)
+        spec = None if root is None else stored[root].spec
+        if root is None or spec is None or spec.dtype.container not in _BYTES or op.inputs[0] != tensor:
+            return None
+        if len(context.readers[root]) != 1 or stored[root].tied_to is not None or stored[root].input_block is not None:
+            return None
+        roots.append(root)
+    return roots if len(roots) < len(readers) or tensor in context.outputs else None
 
 
 def _rounds_states(
@@ -119,6 +160,7 @@ def make_plan(
     stored = plan_stored(context, activations)
     _require_dtypes(context, [*wanted.values(), *stored.values()])
     stored = with_int8_inputs(context, activations, constrain_norms(context, activations, stored))
+    activations, stored = with_rounding_layers(context, activations, stored)
     by_tensor = with_islands(graph, context.groups, {**activations, **stored})
     decisions, inside = {}, []
     for tensor in sorted(by_tensor):

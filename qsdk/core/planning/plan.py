@@ -54,7 +54,8 @@ class Decision:
         computes_in: the narrow float type in which the op computes that makes the tensor (`planning.islands`), or "".
         turns: which values turn with the position of a token (`planning.turning`): their range is for every position.
         input_block: of a weight whose layers round their float input to int8: the input channels of each scale;
-            `WHOLE` of the recurrent weight of an LSTM that rounds its input, and its state in each step, as a whole.
+            `WHOLE` of a layer that rounds its input as a whole; with an LSTM's recurrent weight also its state in each
+            step.
     """
 
     site: str
@@ -213,7 +214,8 @@ def _reason(decision: Decision) -> str:
     block, rounds = decision.input_block, ""
     if block is not None:
         rounds = f"; its layer rounds its input to int8, per block of {block}"
-        rounds = "; its layer rounds its input, and its state in each step, to uint8" if block == WHOLE else rounds
+        states = ", and its state in each step," if decision.op_type == "LSTM" else ""
+        rounds = f"; its layer rounds its input{states} to uint8" if block == WHOLE else rounds
     return decision.reason + narrow + rounds
 
 

@@ -175,6 +175,30 @@ def test_adaround_on_ranges_that_it_searches_stays_within_the_pairs():
     )  # the head's nearly constant inputs make its ranges small: pairs cut afterwards doubled it
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        qsdk.seq_mse,
+        partial(qsdk.tune_blocks, iterations=20, lr=0.2, learn=["scales"]),
+        partial(qsdk.tune_blocks, iterations=40, learn="all"),
+    ],
+    ids=["seq_mse", "scales of blocks", "all of blocks"],
+)
+def test_ranges_that_a_verb_chooses_leave_room_for_the_pairs(verb):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()).eval()
+    batches = [torch.randn(24, 16) for _ in range(4)]
+    sim = qsdk.quantize(model, batches[0], qsdk.w8a8().for_dialect("onnxruntime"))
+    qsdk.calibrate(sim, batches, progress=False)
+    verb(sim, batches, progress=False)
+    sites = [
+        site for site, decision in sim.plan.decisions.items() if getattr(decision.spec, "dtype", None) == int8_exact
+    ]
+    assert len(sites) == 2
+    for site, stored in sim.stored_floats(sites).items():
+        assert not saturates(sim.encodings[site].quantize(stored), 0), site
+
+
 class Tied(torch.nn.Module):
     """An output layer that multiplies with the table of words."""
 
