@@ -33,6 +33,7 @@ from qsdk.core.planning.plan import WHOLE
 PART_KEY = "qsdk.input_of"  # metadata of a node that rounds: the tensor that is rounded
 _LAYERS = frozenset({"MatMul", "Gemm"})
 _KERNEL = ("com.microsoft", "DynamicQuantizeLSTM")
+_STEPS = frozenset({"LSTM", _KERNEL[1]})
 _WEIGHTS = (1, 2)  # the places of an LSTM's weights
 _PARAMETERS = ("kernel_scale", "kernel_zero_point")
 
@@ -207,8 +208,8 @@ def _layers(
     for reader in readers.get(name, []):
         if reader.op_type == "Transpose" or COPY_KEY in metadata(reader):
             yield from _layers(reader, readers, site, turned=turned != (reader.op_type == "Transpose"))
-        elif (reader.domain, reader.op_type) == _KERNEL:
-            continue  # which rounds by itself
+        elif reader.op_type in _STEPS:
+            continue  # its kernel rounds by itself
         elif reader.op_type in _LAYERS and reader.input[1] == name:
             yield reader, turned != bool(attributes(reader).get("transB", 0))
         else:
