@@ -116,7 +116,7 @@ def lower(
     lowering.finish()
     round_entries(lowering)
     drop_zero_products(model)
-    quantize_in_front(model, only=WHOLE)  # pairs as those of sites, so that they need the same barriers
+    quantize_in_front(model, whole=True)  # pairs as those of sites, so that they need the same barriers
     rounds = any(decision.input_block for decision in plan.decisions.values())
     alone = not rounds and (plan.only_weights() or bool(needed_options(model)))
     drop_properties(model, (OPTIONS_KEY,))

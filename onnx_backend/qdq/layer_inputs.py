@@ -33,7 +33,6 @@ from qsdk.core.planning.plan import WHOLE
 PART_KEY = "qsdk.input_of"  # metadata of a node that rounds: the tensor that is rounded
 _LAYERS = frozenset({"MatMul", "Gemm"})
 _KERNEL = ("com.microsoft", "DynamicQuantizeLSTM")
-_STEPS = frozenset({"LSTM", _KERNEL[1]})
 _WEIGHTS = (1, 2)  # the places of an LSTM's weights
 _PARAMETERS = ("kernel_scale", "kernel_zero_point")
 
@@ -41,19 +40,19 @@ _PARAMETERS = ("kernel_scale", "kernel_zero_point")
 def quantize_inputs(model: ModelProto) -> None:
     """Put nodes that round it in front of each layer whose weight says so, in place; those that have them keep them."""
     _round_states(model)
-    quantize_in_front(model)
+    quantize_in_front(model, whole=False)
 
 
-def quantize_in_front(model: ModelProto, only: int | None = None) -> None:
-    """Put nodes that round it in front of each MatMul or Gemm whose weight says so, or names the length `only`."""
+def quantize_in_front(model: ModelProto, *, whole: bool) -> None:
+    """Put nodes that round it, as a `whole` or in blocks, in front of each MatMul or Gemm whose weight says so."""
     graph, known = model.graph, Readers(model.graph)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     rounds = {node.output[0] for node in graph.node if PART_KEY in metadata(node)}
     wanted: dict[str, tuple[int, int]] = {}  # first output of a layer -> length of blocks, input channels
     for node in graph.node:
         length = int(metadata(node).get(BLOCK_KEY, 0))
-        layers = _layers(node, known.readers, metadata(node)["qsdk.site"]) if length and only in (None, length) else ()
-        for layer, turned in layers:
+        wants = length and whole == (length == WHOLE)
+        for layer, turned in _layers(node, known.readers, metadata(node)["qsdk.site"]) if wants else ():
             if layer.input[0] not in rounds:
                 wanted[layer.output[0]] = length, dims[node.input[0]][1 if turned else 0]
     if not wanted:
@@ -208,7 +207,7 @@ def _layers(
     for reader in readers.get(name, []):
         if reader.op_type == "Transpose" or COPY_KEY in metadata(reader):
             yield from _layers(reader, readers, site, turned=turned != (reader.op_type == "Transpose"))
-        elif reader.op_type in _STEPS:
+        elif reader.op_type == "LSTM":
             continue  # its kernel rounds by itself
         elif reader.op_type in _LAYERS and reader.input[1] == name:
             yield reader, turned != bool(attributes(reader).get("transB", 0))
@@ -227,9 +226,9 @@ class _Nodes:
     def __init__(self, known: Readers, source: str, prefix: str) -> None:
         self.known, self.source, self.prefix, self.nodes = known, source, prefix, list[NodeProto]()
 
-    def _add(self, op: str, *inputs: str, further: Sequence[str] = (), **options: Any) -> str:
-        name, *others = (self.known.fresh(f"{self.prefix}/{end}") for end in (op.lower(), *further))
-        self.nodes.append(helper.make_node(op, inputs, [name, *others], name, **options))
+    def _add(self, op: str, *inputs: str, **options: Any) -> str:
+        name = self.known.fresh(f"{self.prefix}/{op.lower()}")
+        self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
         set_metadata(self.nodes[-1], **{PART_KEY.removeprefix("qsdk."): self.source})
         return name
 
@@ -239,8 +238,10 @@ class _WholeRounding(_Nodes):
 
     def __init__(self, known: Readers, source: str) -> None:
         super().__init__(known, source, f"{source}/rounded")
-        self._add("DynamicQuantizeLinear", source, further=("scale", "zero_point"))
-        self.output = self._add("DequantizeLinear", *self.nodes[0].output)
+        self._add("DynamicQuantizeLinear", source)
+        codes = self.nodes[0].output
+        codes.extend(known.fresh(f"{self.prefix}/{name}") for name in ("scale", "zero_point"))
+        self.output = self._add("DequantizeLinear", *codes)
 
 
 class _Rounding(_Nodes):

@@ -78,7 +78,7 @@ def test_the_sum_has_the_values_and_coverage_says_so(exported):
 
 
 def test_it_is_as_near_to_float_as_the_runtimes_own_tool(exported):
-    sim, model, batches, folder = exported
+    _, model, batches, folder = exported
     torch.onnx.export(model, (batches[0],), folder / "float.onnx", dynamo=True, verbose=False)
     quantize_dynamic(Path(folder / "float.onnx"), Path(folder / "theirs.onnx"), per_channel=True)
     with torch.no_grad():
