@@ -6,7 +6,7 @@ One JSON line per network of tests/helpers/models/image_networks.py; names on th
 `bytes / onnx` is the size over that of the same sim as a Q/DQ file. `xnnpack / onnxruntime` is the median over rounds
 of the ratio of processor times on one thread, both in turn, of one sample: it says something of large networks alone.
 
-The comparison with litert-torch's own int8 is not here: its wheel imports jax, which no extra of qsdk installs.
+`litert_beside.py` compares with the files of litert-torch.
 """
 
 import json
@@ -42,10 +42,15 @@ def speed(folder: Path, x: np.ndarray) -> float:
     interpreter.allocate_tensors()
     session = qsdk.session(folder / "m.onnx", threads=1)
     feeds = {session.get_inputs()[0].name: x[:1]}
+    return ratio_of_times(interpreter.invoke, lambda: session.run(None, feeds))
+
+
+def ratio_of_times(left: Callable[[], object], right: Callable[[], object]) -> float:
+    """Return the processor time of one over that of the other, a median of rounds in which both run."""
     ratios = []
     for _ in range(ROUNDS):
-        there = processor_time(interpreter.invoke)
-        ratios.append(there / processor_time(lambda: session.run(None, feeds)))
+        there = processor_time(left)
+        ratios.append(there / processor_time(right))
     return statistics.median(ratios)
 
 

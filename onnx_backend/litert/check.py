@@ -186,11 +186,17 @@ class _Paired:
         """Raise an error for a batch of other sizes than the file has."""
         for site, facts in self.sites.items():
             shape, wanted = values[site].shape if site in values else (), tuple(facts["shape"])
-            if site in values and values[site].size != int(np.prod(wanted)):
+            if site not in values or values[site].size == int(np.prod(wanted)):
+                continue
+            if shape[1:] == wanted[1:]:
                 raise DataError(
-                    f"batch {number}: {site} has the shape {shape} and the file {wanted}; give batches of the sizes "
-                    "that the file was written for, or whole multiples of its samples, or export with shapes="
+                    f"batch {number} has {shape[0]} samples and the file takes {wanted[0]} at a time; give whole "
+                    "multiples, or export with shapes="
                 )
+            raise DataError(
+                f"batch {number}: {site} has the shape {shape} and the file {wanted}; "
+                "give batches of the sizes that the file was written for, or export with shapes="
+            )
 
     def report(self) -> Report:
         """Return the rows and the verdict."""

@@ -123,7 +123,7 @@ def _one_of(names: Iterable[str]) -> str:
 
 
 _RUNTIMES, _TIMED = (_one_of(get_args(kind)) for kind in (RuntimeName, TimedRuntime))
-_DIALECTS = f"{', '.join(shipped_targets())}, or the .toml file that describes a target"
+_DIALECTS = f"{', '.join(shipped_targets())}, or a file that describes a target (.toml, or AIMET's .json)"
 
 _METRIC = """
     --labels FILE|folder-names  indices of the classes: .npy, .npz (array 'labels'), .csv (label, or file,label), or

@@ -6,23 +6,20 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from qsdk.core.config.aimet_target import GENERIC, PASSES
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.config.rules import OF_TORCH, as_fixed_range
 from qsdk.core.encodings.checked import Checked
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.op_facts import LINEAR, ONNX_OPS
 from qsdk.core.numerics.dtypes import BlockFormat, DType, ElementType, dtype_named, float32, int32
-from qsdk.core.planning.hardware import GENERIC, HARDWARE
+from qsdk.core.planning.hardware import HARDWARE
 from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.report import Report
 
 TAKEN, HOLDS, NONE = "taken over", "holds already", "no counterpart"
 
 _SECTIONS = ("defaults", "params", "op_type", "supergroups", "supergroup_pass_list", "model_input", "model_output")
-#: AIMET's name of a pass -> qsdk's supergroup
-_PASSES = {"LayerNormalization": "LayerNorm", "RMSNormalization": "RMSNorm", "MaskedSoftmax": "MaskedSoftmax"} | {
-    "MatmulAdd": "MatMul+Add"
-}
 _FLOAT_BIAS = ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization")
 _STATISTICS = ("running_mean", "running_var")
 _OP_TYPES = ONNX_OPS | OF_TORCH.keys() | {"ChannelShuffle"}  # AIMET's own configs have the last
@@ -301,7 +298,7 @@ def _supergroups(reading: _ConfigReader) -> None:
         _note_if_unknown(reading, entry, chain)
         reading.note(entry, TAKEN, f"supergroup {names[-1]}{_DEPTHWISE if chain[0] == 'Conv' else ''}")
     for entry in reading.data.part("supergroup_pass_list").items():
-        known = _PASSES.get(entry.text())
+        known = PASSES.get(entry.text())
         if known is not None:
             names.append(known)
         text = "no supergroup of that name" if known is None else f"supergroup {known}"

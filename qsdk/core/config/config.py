@@ -225,7 +225,8 @@ class QuantConfig:
         activations of 16 bits stay float, and layers round their input to int8 (`compute`), as its fast kernels do.
 
         Args:
-            dialect: the name of a target (`qsdk.core.config.targets`), or a `.toml` file that describes one.
+            dialect: the name of a target (`qsdk.core.config.targets`), a `.toml` file that describes one, or an AIMET
+                quantsim config (`.json`), whose limits are taken.
             processor: for `onnxruntime`, where the file is to be exact: `any` (`int8_exact`: int8 with scales so large
                 that no sum of products saturates, as fast everywhere), `vnni` and `arm64` (int8), or `avx2` (uint8 with
                 a zero point of 128, slower).
@@ -250,6 +251,7 @@ class QuantConfig:
             rules=(*first, *(rule for rule in rules if rule not in first)),
             only_linear=self.only_linear or target.only_linear,
             integer_ops=self.integer_ops or target.integer_ops,
+            supergroups=target.supergroups if self.supergroups is None else self.supergroups,
             hardware=self.hardware or hardware_in(target, placement),
             exact_weights=exact if target.weights_by_processor else self.exact_weights,
             compute=None if target.only_linear else compute,  # files for which they are have no field for it

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from qsdk.core.config.rules import Rule, make_rule
 from qsdk.core.config.target import Target
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, int8
+from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, float32, int8
 
 #: the dialects of ONNX files that have code of their own, one per runtime, and the standard's own form
 Dialect = Literal["onnxruntime", "onnx", "openvino", "qnn", "iree", "tensorrt"]
@@ -68,6 +68,12 @@ def first_rules(target: Target) -> list[Rule]:
         make_rule("*", {"op_type": op_type, "fixed_range": interval}, optional=True)
         for op_type, interval in target.fixed_ranges.items()
     ]
+    for op_types, choices in (
+        (target.float_results, {"activation": float32}),
+        (target.one_scale_ops, {"per_channel": False}),
+    ):
+        if op_types:
+            rules.append(make_rule("*", {"op_type": op_types, **choices}, optional=True))
     if target.tied_ops:
         rules.append(make_rule("*", {"op_type": target.tied_ops, "tie": True}, optional=True))
     if target.fused_slopes is not None:

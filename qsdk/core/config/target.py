@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from qsdk.core.config.aimet_target import target_of_aimet
 from qsdk.core.config.json_form import FLAG, JsonType, is_names, read_fields
 from qsdk.core.config.rules import as_fixed_range
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, dtype_named
-from qsdk.core.read_files import read_text
+from qsdk.core.read_files import parse_json, read_text
 
 _SHIPPED = Path(__file__).parent / "targets"
 Names = tuple[str, ...]
@@ -45,6 +46,9 @@ class Target:
         float_biases: globs over op types whose biases stay float.
         only_linear: only linear layers are quantized.
         integer_ops: ONNX types with an integer kernel; what none of them reads or writes stays float. None for all.
+        float_results: ONNX types whose results stay float.
+        one_scale_ops: ONNX types whose weights have one scale where others have one per channel.
+        supergroups: what it computes as one, such as `Conv+Relu`; None for all that qsdk knows.
         tied_ops: ONNX types whose inputs and output have one encoding.
         fixed_ranges: ONNX type -> the range that its result has whatever the data.
         fused_slopes: whether a LeakyRelu or PRelu is one op with the layer in front of it; None as in ONNX Runtime.
@@ -78,6 +82,9 @@ class Target:
     float_biases: Names = ()
     only_linear: bool = False
     integer_ops: Names | None = None
+    float_results: Names = ()
+    one_scale_ops: Names = ()
+    supergroups: Names | None = None
     tied_ops: Names = ()
     fixed_ranges: Ranges = field(default_factory=dict)
     fused_slopes: bool | None = None
@@ -164,8 +171,8 @@ def shipped_targets() -> Names:
 
 
 def is_target_file(dialect: str | os.PathLike[str]) -> bool:
-    """Return whether a dialect is given as the path of a target's file."""
-    return Path(dialect).suffix.lower() == ".toml"
+    """Return whether a dialect is given as the path of a target's file, or of an AIMET config."""
+    return Path(dialect).suffix.lower() in (".toml", ".json")
 
 
 def load_target(dialect: str | os.PathLike[str]) -> Target:
@@ -186,8 +193,12 @@ def _shipped(name: str) -> Target:
 
 def _read_target(path: Path) -> Target:
     """Read a target's file; a ConfigError names the key that is wrong."""
+    text = read_text(path, "name a .toml file that describes a target")
+    if path.suffix.lower() == ".json":
+        content = parse_json(text, str(path), "correct it, or name a .toml file that describes a target")
+        return Target(**read_fields(target_of_aimet(content, path.stem, str(path)), _KEYS, str(path)))
     try:
-        data = tomllib.loads(read_text(path, "name a .toml file that describes a target"))
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     values = read_fields(data, _KEYS, str(path))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from qsdk.core.config.aimet_target import GENERIC
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DTYPES, DType
@@ -37,8 +38,6 @@ class Hardware:
     one_table: bool = False
 
 
-#: the constraints of a config that names no target
-GENERIC = "aimet"
 _BEFORE_V73 = Hardware(widest_norm_weight=8, second_operand="8 bits")
 _SINCE_V73 = Hardware(second_operand="16 beside 16")
 HARDWARE = MappingProxyType(

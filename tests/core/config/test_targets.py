@@ -1,11 +1,14 @@
 """Targets are files of facts: what a config becomes for one, and what is wrong with a file that describes one."""
 
+import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import qsdk
+from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.config import target as target_module
 from qsdk.core.config.target import Target, load_target, shipped_targets
 from qsdk.core.errors import ConfigError, FileFormatError
@@ -117,7 +120,65 @@ def test_a_shipped_target_has_the_name_of_its_file_its_pages_and_what_it_was_tri
 
 
 def test_every_key_of_a_target_is_used_by_a_shipped_one():
-    """A key that none needs is to go."""
+    """A key that none needs is to go; three of them are those of AIMET's configs."""
     folder = Path(target_module.__file__).parent / "targets"
     used = {key for path in folder.glob("*.toml") for key in tomllib.loads(path.read_text("utf-8"))}
+    used |= {"float_results", "one_scale_ops", "supergroups"}
     assert used == set(Target.__dataclass_fields__)
+
+
+def aimet(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", aimet_aliases())
+def test_each_of_aimets_configs_is_a_target(name: str, tmp_path: Path):
+    """What the target makes of the default config agrees with the config that `load_config` reads."""
+    path, whole = aimet(tmp_path / f"{name}.json", aimet_alias(name)), qsdk.load_config(name)
+    config = qsdk.w8a8().for_dialect(path)
+    assert config.for_dialect(path) == config
+    assert (config.hardware, config.supergroups) == (whole.hardware, whole.supergroups)
+    assert config.symmetric_activations == whole.symmetric_activations
+    assert config.activation == whole.activation
+    ranges = {rule.op_type: rule.fixed_range for rule in whole.rules if rule.fixed_range is not None}
+    assert {rule.op_type: rule.fixed_range for rule in config.rules if rule.fixed_range is not None} == ranges
+    floats = {op for rule in whole.rules if rule.choices.get("activation") == qsdk.float32 for op in rule.op_type}
+    assert {op for rule in config.rules if "activation" in rule.choices for op in rule.op_type} == floats
+
+
+def test_supported_kernels_of_aimet_are_the_dtypes_of_the_target(tmp_path: Path):
+    kernels = [
+        {"activation": {"bitwidth": bits, "dtype": kind}, "param": {"bitwidth": weight, "dtype": kind}}
+        for bits, weight, kind in ((8, 8, "int"), (16, 4, "int"), (16, 16, "float"))
+    ]
+    defaults = {"supported_kernels": kernels, "strict_symmetric": "True", "per_channel_quantization": "True"}
+    content = {"defaults": {**defaults, "ops": {"is_symmetric": "True"}}, "op_type": {"Gemm": {}}}
+    content["op_type"]["Gemm"]["per_channel_quantization"] = "False"
+    target = load_target(aimet(tmp_path / "chip.json", content))
+    assert target.activations == {"int8", "int16"}
+    assert target.weights == {"int8", "uint8", "int4", "uint4"}
+    config = qsdk.w4a8().for_dialect(tmp_path / "chip.json")
+    assert (config.weight, config.activation) == (qsdk.int4.strict, qsdk.int8)
+    assert config.rules[0].choices == {"per_channel": False}
+    with pytest.raises(ConfigError, match="weight=int16 cannot be had in the dialect chip"):
+        qsdk.QuantConfig(weight="int16").for_dialect(tmp_path / "chip.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([1], "is no AIMET config; a target of your own is a .toml file"),
+        ({"name": "abacus"}, "is no AIMET config"),
+        ({"defaults": {}, "supergroup": []}, "unknown section 'supergroup'"),
+        ({"defaults": 3}, "defaults is a table, not 3"),
+        ({"defaults": {"strict_symmetric": "yes"}}, "strict_symmetric is True or False, not 'yes'"),
+        ({"defaults": {"supported_kernels": 8}}, r"supported_kernels is a list, not 8"),
+        ({"defaults": {"supported_kernels": [{"param": {"bitwidth": 3, "dtype": "int"}}]}}, "not int 3; correct it"),
+        ({"op_type": {"Relu": {"encoding_constraints": {"min": 1, "max": 0}}}}, "fixed_ranges|Relu"),
+        ({"op_type": {}, "supergroups": [{"op_list": ["Conv"]}]}, r"supergroups\[0\] needs an op_list of two"),
+    ],
+)
+def test_what_is_no_config_of_aimet_is_an_error_that_names_the_key(content: Any, said: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=said):
+        load_target(aimet(tmp_path / "chip.json", content))
