@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.op_facts import LINEAR
 
 _SECTIONS = ("defaults", "params", "op_type", "supergroups", "supergroup_pass_list", "model_input", "model_output")
 #: AIMET's name of a pass -> qsdk's supergroup
@@ -19,7 +20,6 @@ PASSES: Mapping[str, str] = MappingProxyType(
 )
 #: versions of the Hexagon processor that have rules of their own, and the name of those of every other chip
 VERSIONS, GENERIC = ("v66", "v68", "v69", "v73", "v75", "v79", "v81", "v85"), "aimet"
-_LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 #: what ONNX moves without a new encoding: `is_output_quantized` does not make the result of these float
 _MOVES = frozenset({"DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool"})
 _MOVES |= {"Pad", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze"}
@@ -55,7 +55,9 @@ def target_of_aimet(data: Any, name: str, where: str) -> dict[str, Any]:
     free = [op for op, part in made.items() if not _weight_symmetric(part, f"{where}: op_type.{op}")]
     found["symmetric_weights"] = symmetric["params"] and not free
     default = _flag(defaults, "per_channel_quantization", where)
-    channels = {op: _flag(made.get(op, {}), "per_channel_quantization", f"{where}: {op}", default) for op in _LINEAR}
+    channels = {
+        op: _flag(made.get(op, {}), "per_channel_quantization", f"{where}: {op}", default) for op in sorted(LINEAR)
+    }
     found["per_channel"] = any(channels.values())
     if found["per_channel"] and not all(channels.values()):
         found["one_scale_ops"] = [op for op, given in channels.items() if not given]
