@@ -13,6 +13,9 @@ from onnx_backend.genai.fuse import Fused, fuse
 from onnx_backend.genai.products import IN_FLOATS
 from onnx_backend.lower import lower
 from onnx_backend.passes.adapter_inputs import Matrices, adapter_files, take_adapters
+from onnx_backend.passes.in_float32 import in_float32
+from onnx_backend.passes.simplify import without_last_identities
+from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.write_file import StagedModel, write_files
 from onnx_backend.runtimes.registry import runtime_named
 from qsdk.core.errors import ExportError
@@ -60,9 +63,13 @@ def write_genai(
     if runtime.refuse is not None:
         runtime.refuse(encodings)
     lowered = lower(marked, plan, encodings, dialect="onnxruntime", weights=weights, prefer="size")
-    runtime.speed_up(lowered.model)
-    values = take_adapters(lowered.model, adapters or {}, turned=True)
-    fused = fuse(lowered.model, lowered.large, positions=facts.positions)
+    large = dict(lowered.large)
+    model = in_float32(lowered.model, large)
+    results = [value.name for value in model.graph.output]
+    replace_nodes(model.graph, without_last_identities([*model.graph.node], results))
+    runtime.speed_up(model)
+    values = take_adapters(model, adapters or {}, turned=True)
+    fused = fuse(model, large, positions=facts.positions)
     read = {value.name for value in fused.model.graph.input}
     for name, own in values.items():
         values[name] = {n: value for n, value in own.items() if n in read}
@@ -89,6 +96,9 @@ def write_genai(
         in_use=in_use,
         check=checked if check is not None else None,
     )
+    narrow = {decision.tensor_type for decision in plan.decisions.values()} & {"bfloat16", "float16"}
+    if narrow and model is not lowered.model:
+        said["computes"] = f"float32, where the simulation rounds each result to {' and '.join(sorted(narrow))}"
     return _report(lowered.rows, fused, config, written, said)
 
 

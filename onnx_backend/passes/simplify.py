@@ -6,7 +6,7 @@ initializer; in a user's file, views of weights are folded too, so that every we
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def simplify(
         else:
             pending.extendleft(reversed(branch))
     kept = (
-        _without_last_identities(simplifier.kept, simplifier)
+        without_last_identities(simplifier.kept, simplifier.outputs)
         if types is None
         else nodes_reaching(simplifier.kept, simplifier.outputs)
     )
@@ -142,15 +142,13 @@ def simplify(
     return result
 
 
-def _without_last_identities(nodes: list[NodeProto], simplifier: "_Simplifier") -> list[NodeProto]:
+def without_last_identities(nodes: list[NodeProto], outputs: Collection[str]) -> list[NodeProto]:
     """Return the nodes of a traced model without Identities (Dropouts) that only name an output."""
     computed = {name for node in nodes for name in node.output}
     renamed = {
         node.input[0]: node.output[0]
         for node in nodes
-        if node.op_type == "Identity"
-        and node.output[0] in simplifier.outputs
-        and node.input[0] in computed - simplifier.outputs
+        if node.op_type == "Identity" and node.output[0] in outputs and node.input[0] in computed.difference(outputs)
     }
     last = set(renamed.values())
     kept = [node for node in nodes if not (node.op_type == "Identity" and node.output[0] in last)]

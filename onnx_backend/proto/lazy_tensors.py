@@ -125,7 +125,7 @@ def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, Large
 
 
 def narrow(values: LargeTensor, data_type: int) -> LargeTensor:
-    """Return the same values in float16 or bfloat16; values too large become infinite."""
+    """Return the same values in another float type; values too large become infinite."""
     dtype = helper.tensor_dtype_to_np_dtype(data_type)
 
     def part(source: Array, first: int, last: int) -> Array:

@@ -6,8 +6,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.integer.decompose.in_float32 import in_float32
 from onnx_backend.lower import insert
+from onnx_backend.passes.in_float32 import in_float32
 from onnx_backend.proto.nodes import attributes, is_mark
 from onnx_backend.qdq.marks import mark_node, open_qdq
 from onnx_backend.qdq.read import read

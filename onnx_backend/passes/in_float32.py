@@ -1,12 +1,14 @@
 """Read a Q/DQ model of float16, bfloat16 or float64 tensors as one of float32, whose pairs are the same.
 
-Integers know no float type between two pairs: what the file rounds to its own type there, they compute more exactly.
+Integers know no float type between two pairs, and fused kernels have none but float32: what the file rounds to its own
+type, they compute more exactly.
 """
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
+from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub, narrow
 from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.proto.weightless import types_of
@@ -19,14 +21,15 @@ _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "precision", "to"})
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
 
-def in_float32(model: ModelProto) -> ModelProto:
+def in_float32(model: ModelProto, large: dict[str, LargeTensor] | None = None) -> ModelProto:
     """Return a model whose pairs quantize tensors of other float types with all of these as float32.
 
     Sites that a rule keeps in a float type, casts and back, stay, but what their ops read is not rounded. A model of
     float32 pairs alone is returned as it is.
 
     Args:
-        model: with its stored tensors; it is not changed.
+        model: it is not changed.
+        large: the stored tensors that it has only stubs of, by name; those of other types become float32 in place.
     """
     others = _quantizes_other_floats(model)
     if not others and not any(ENTRY_KEY in metadata(node) for node in model.graph.node):
@@ -38,7 +41,7 @@ def in_float32(model: ModelProto) -> ModelProto:
         return result
     remove_kernel_casts(result)
     floats = {name for name, (dtype, _) in types_of(result).items() if dtype in FLOAT_NAMES.values()}
-    _rewrite(result.graph, floats)
+    _rewrite(result.graph, floats, large or {})
     return result
 
 
@@ -51,11 +54,15 @@ def _quantizes_other_floats(model: ModelProto) -> bool:
     )
 
 
-def _rewrite(graph: GraphProto, floats: set[str]) -> None:
+def _rewrite(graph: GraphProto, floats: set[str], large: dict[str, LargeTensor]) -> None:
     kept_casts = {node.input[0] for node in graph.node if _is_site_cast(node)}
     for tensor in graph.initializer:
         if tensor.data_type in _OTHERS and tensor.name not in kept_casts:
-            tensor.CopyFrom(numpy_helper.from_array(array(tensor).astype("float32"), tensor.name))
+            if is_stub(tensor):
+                large[tensor.name] = narrow(large[tensor.name], TensorProto.FLOAT)
+                tensor.CopyFrom(large[tensor.name].stub(tensor.name))
+            else:
+                tensor.CopyFrom(numpy_helper.from_array(array(tensor).astype("float32"), tensor.name))
     floats |= {tensor.name for tensor in graph.initializer if tensor.data_type in FLOAT_NAMES}
     outputs = {value.name for value in graph.output}
     renamed: dict[str, str] = {}
@@ -63,7 +70,7 @@ def _rewrite(graph: GraphProto, floats: set[str]) -> None:
     for node in graph.node:
         rename_inputs([node], renamed)
         for _, body in bodies(node):
-            _rewrite(body, floats)
+            _rewrite(body, floats, large)
         if node.op_type == "Cast" and not _is_site_cast(node) and _casts_float_to_float(node, floats):
             if node.output[0] not in outputs:
                 renamed[node.output[0]] = node.input[0]
