@@ -119,7 +119,8 @@ def _of_sim(sim: Sim, version: str, model: OnnxSource | None) -> tuple[StoredEnc
     kinds = {site: decision.kind for site, decision in sim.plan.decisions.items()}
     names = {site: facts.name for site, facts in tensors.items()}
     stored = StoredEncodings(encodings, casts_of(sim.plan), provenance_of(sim.config, sim.graph), names, kinds)
-    return stored, tensors
+    specs = ((site, decision.spec) for site, decision in sim.plan.decisions.items())
+    return replace(stored, moving={site: spec.dtype for site, spec in specs if spec and spec.dynamic}), tensors
 
 
 def load_encodings(
@@ -203,7 +204,13 @@ def _write(
         rows = own_rows(stored)
     else:
         text, rows = dumps_aimet(
-            stored.encodings, casts, tensors, version=version, producer=installed("qsdk") or "", allow_loss=allow_loss
+            stored.encodings,
+            casts,
+            tensors,
+            version=version,
+            producer=installed("qsdk") or "",
+            moving=stored.moving,
+            allow_loss=allow_loss,
         )
     write_text(path, text)
     losses = sum(bool(row["loss"]) for row in rows)

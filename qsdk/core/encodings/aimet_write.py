@@ -28,22 +28,26 @@ def dumps_aimet(
     *,
     version: str,
     producer: str,
+    moving: Mapping[str, DType] | None = None,
     allow_loss: bool = False,
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return encodings by site as the text of an AIMET file, with one line per entry, and the rows of a report.
 
-    A site that `tensors` lacks has no tensor in the file; the producer is the version of qsdk. Rows have `site`,
-    `tensor`, `dtype`, `form` and `loss`: the facts about the site that the file lacks. What the format cannot express
-    is an ExportError that lists every such site; with `allow_loss` it is left out.
+    A site that `tensors` lacks has no tensor in the file; the producer is the version of qsdk; `moving` has the sites
+    whose ranges are found while the model runs. Rows have `site`, `tensor`, `dtype`, `form` and `loss`: the facts about
+    the site that the file lacks. What the format cannot express is an ExportError that lists every such site; with
+    `allow_loss` it is left out.
     """
     if version not in WRITTEN:
         raise ConfigError(f"no AIMET version {version!r} can be written; choose one of {', '.join(WRITTEN)}")
     sections: dict[str, list[tuple[str, Any]]] = {"activation_encodings": [], "param_encodings": [], "encodings": []}
     rows, unwritable = [], []
-    listed: dict[str, Encoding | DType] = {**encodings, **casts}
+    listed: dict[str, Encoding | DType] = {**encodings, **casts, **(moving or {})}
     for site, result in listed.items():
         row: dict[str, Any] = {"site": site, "tensor": "", "dtype": _dtype_of(result).name, "form": "", "loss": ""}
         try:
+            if site in (moving or {}):
+                raise FileFormatError("its range is found while the model runs, which a file of fixed grids cannot say")
             tensor = tensors.get(site)
             if tensor is None:
                 raise FileFormatError("no tensor of the model plays its part; give the float model that was quantized")

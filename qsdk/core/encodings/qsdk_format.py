@@ -42,6 +42,7 @@ class StoredEncodings:
         tensors: site -> name in the ONNX model, as far as the file holds it.
         kinds: site -> weight, bias, activation, input or output, as far as the file holds it.
         misfits: name -> why its entry fits nothing in the model that was given with it.
+        moving: site -> dtype of a sim's activations whose ranges are found while the model runs.
     """
 
     encodings: Mapping[str, Encoding]
@@ -50,6 +51,7 @@ class StoredEncodings:
     tensors: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     misfits: Mapping[str, str] = field(default_factory=dict)
+    moving: Mapping[str, DType] = field(default_factory=dict)
 
 
 def pieces(

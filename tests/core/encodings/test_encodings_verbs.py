@@ -349,3 +349,18 @@ def test_the_encodings_for_qairt_are_those_of_the_file_for_the_htp_under_the_nam
         read.append(quantize(model, x, w8a8().for_dialect("qnn")))
         load_encodings(read[-1], tmp_path / source, **options)
     assert read[0].encodings == read[1].encodings == sim.encodings
+
+
+@pytest.mark.parametrize("config", [qsdk.QuantConfig(dynamic_activations=True), qsdk.block_scaled("nvfp4")], ids=str)
+@pytest.mark.parametrize("version", AIMET[-2:])
+def test_ranges_found_while_the_model_runs_are_no_grids_of_a_file(config, version, tmp_path):
+    x = torch.randn(8, 32)
+    sim = qsdk.quantize(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU()), x, config)
+    qsdk.calibrate(sim, [x], progress=False)
+    path = tmp_path / "encodings.json"
+    with pytest.raises(qsdk.ExportError, match=r"input:input \(its range is found while the model runs"):
+        qsdk.save_encodings(sim, path, version=version)
+    assert not path.exists()
+    rows = {row["site"]: row["loss"] for row in qsdk.save_encodings(sim, path, version=version, allow_loss=True).rows}
+    assert "found while the model runs" in rows["input:input"]
+    assert [entry["name"] for entry in json.loads(path.read_text())["encodings"]] == ["0.weight"]
