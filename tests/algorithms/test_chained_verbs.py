@@ -81,6 +81,7 @@ def test_the_float_models_bias_makes_up_for_a_weight_that_is_rounded_for_good():
     np.testing.assert_allclose(float_biases(sim)["0:bias"], layer.bias.detach().numpy() + lost, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @both
 def test_a_failure_brings_shifted_biases_back(door):
     sim = narrow_sim(door)

@@ -115,7 +115,7 @@ def test_rounded_weights_keep_their_codes():
         assert sim.encodings[site].frozen
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -361,7 +361,7 @@ def test_an_uncalibrated_sim_stays_uncalibrated(door):
     assert report.summary["calibrated_again"].startswith("no")
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_a_frozen_encoding_blocks_its_groups(door):
     model = with_outliers()

@@ -108,7 +108,7 @@ def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, bloc
     assert (report.summary["layers"], report.summary["left"]) == (5, 0)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_the_network_gets_better_on_unseen_data(model: nn.Module, sim: QuantSim, solver: Solver) -> None:
     before = held_out_error(sim, model)

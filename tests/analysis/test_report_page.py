@@ -117,6 +117,7 @@ def test_the_page_of_a_sim_shows_every_layer_and_who_causes_the_noise(sim, with_
     assert 0.8 <= sum(float(layer["data-share"]) for layer in noisy) < 1
 
 
+@pytest.mark.slow
 def test_the_page_says_how_the_noise_was_found(with_data, files, tmp_path):
     assert re.search(r"The noise of the layers is estimated, on 1\d of 64 samples", Page(with_data[1]).words)
     folder, arrays = files
@@ -363,6 +364,7 @@ def test_milliseconds_come_from_a_profile(sim, tmp_path):
     assert f"a run in {profile.summary['runtime']}" in Page(tmp_path / "page.html").words
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_layer_are_those_in_the_file(tmp_path):
     """Weights of 4 bits beside quantized activations are stored in 8 for ONNX Runtime."""
     x, model = torch.randn(4, 1, 8, 8), nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8))
@@ -379,6 +381,7 @@ def test_nothing_quantized_is_a_page_too(files, tmp_path):
     assert "What stays float, and why" in Page(tmp_path / "page.html").words
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_and_the_page_that_was_there_stays(sim, batches, tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     path.write_text("before")
@@ -408,6 +411,7 @@ def test_a_model_in_float64_has_a_page(tmp_path):
     assert "float64" in Page(tmp_path / "page.html").words
 
 
+@pytest.mark.slow
 def test_a_page_after_adaround_says_what_its_noise_leaves_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

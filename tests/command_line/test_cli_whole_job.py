@@ -440,7 +440,7 @@ def test_sensitivity_ranks_the_layers_of_a_float_model_and_of_a_quantized_file(a
     assert (code, "is quantized already; leave out --config" in err) == (2, True)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["make_model", "make_with_example"])
 def test_a_module_is_made_by_a_function(at: Path, capsys, name: str):
     command = ("quantize", f"mine.py:{name}", at / "m.onnx", "--batch-size", "10", "--verbs", "seq_mse")

@@ -97,7 +97,7 @@ def test_every_float_tensor_has_a_reason(road):
     assert all(site.startswith("(") for site in left), left  # scalars and bounds only
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 def test_parity_holds_site_by_site(road):
     sim, batches, folder = road
     report = qsdk.check_parity(sim, folder / "model.onnx", batches[:2], progress=False)

@@ -124,7 +124,7 @@ def test_the_sim_computes_what_the_submodule_computes_in_that_type(road, rule, d
         assert torch.equal(values[result], wanted)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @also_in_a_row
 def test_the_file_is_within_a_unit_of_the_sim_at_every_site(road, rule, dtype):
     _, sim, batches, path = road(rule, dtype)

@@ -215,7 +215,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_states_between_steps_are_as_wide_in_the_sim_as_in_the_file(tmp_path, kind, dtype):

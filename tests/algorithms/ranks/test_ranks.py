@@ -24,6 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return functools.cache(lambda size: started("rank_worker.py", size, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["good", "few", "ragged"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_find_the_bits_that_one_finds(found: Found, size: int, mode: str) -> None:

@@ -83,7 +83,7 @@ def from_module(tmp_path_factory):
     return folder
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimized", "raw"])
 def test_the_float_export_of_a_module_gives_the_integers_of_its_quantized_export(name, from_module, tmp_path):
     qsdk.apply_encodings(from_module / f"{name}.onnx", from_module / "q.onnx", tmp_path / "out.onnx")

@@ -140,6 +140,7 @@ def test_another_network_is_refused(exports, tmp_path):
     assert not (tmp_path / "out.onnx").exists()
 
 
+@pytest.mark.slow
 def test_an_entry_that_was_added_by_hand_means_a_tensor_by_name(exports, tmp_path):
     folder, *_ = exports("mobile")
     data = json.loads((folder / "q.encodings.json").read_text())

@@ -104,7 +104,7 @@ class Attention(nn.Module):
         return self.down(self.up(x).relu())
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [w8a8(), qsdk.w4a16(block_size=8)], ids=["channel", "block"])
 def test_a_float_onnx_model_gives_names_and_layout_on_structure_alone(config, tmp_path):
     torch.manual_seed(0)
@@ -330,6 +330,7 @@ def test_entries_of_what_was_folded_or_fused_name_the_site_that_has_their_range(
         assert "c2 (folded into conv2:output" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_encodings_for_qairt_are_those_of_the_file_for_the_htp_under_the_names_of_the_float_file(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval(), seeded(4, 3, 8, 8)

@@ -157,6 +157,7 @@ def test_a_verb_comes_nearer_to_the_float_layer_within_the_pairs(verb):
     assert not saturates(sim.encodings["self:weight"].quantize(stored), 0)
 
 
+@pytest.mark.slow
 def test_adaround_on_ranges_that_it_searches_stays_within_the_pairs():
     torch.manual_seed(0)
     layers = [layer for at in (3, 16, 16) for layer in (nn.Conv2d(at, 16, 3, padding=1), nn.ReLU())]
@@ -335,6 +336,7 @@ def test_no_file_for_a_processor_without_vnni_can_saturate_there(name, processor
     assert [kernel for kernel, wrong in found if wrong] == []
 
 
+@pytest.mark.slow
 def test_the_check_for_saturation_sees_the_kernels_of_int8(tmp_path):
     torch.manual_seed(0)
     ids = torch.randint(0, 40, (2, 6))

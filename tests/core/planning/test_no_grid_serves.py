@@ -72,7 +72,7 @@ class Shares(nn.Module):
         return torch.log(a + 1e-4)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", ["sum", "reciprocal", "root", "clip", "power", "log"])
 def test_a_guard_against_zero_keeps_its_effect(guard: str, tmp_path):
     model = Shares(guard).eval()
@@ -102,6 +102,7 @@ class Ratio(nn.Module):
         return x / (y * 2.0)
 
 
+@pytest.mark.slow
 def test_a_divisor_that_comes_near_zero_is_left_float_by_the_calibration(tmp_path):
     x, y = seeded(64, 4), torch.linspace(1e-3, 10.0, 256).reshape(64, 4)
     wanted = Ratio()(x, y).numpy()
@@ -248,6 +249,7 @@ class HiddenByInfinity(nn.Module):
         return self.last(weights.mean(-1) + between.masked_fill(~below, -torch.inf).amax(-1))
 
 
+@pytest.mark.slow
 def test_what_a_mask_of_minus_infinity_hides_is_float_and_the_rest_is_calibrated(tmp_path):
     torch.manual_seed(0)
     model, x = HiddenByInfinity().eval(), torch.randn(16, 6)
@@ -353,6 +355,7 @@ def test_calibrate_names_the_columns_of_an_input_that_a_shared_grid_erases():
         assert notes_of(sim, x) == {}
 
 
+@pytest.mark.slow
 def test_calibrate_names_the_part_of_a_concat_that_a_shared_grid_erases():
     x = seeded(4, 8)
     for config in (w8a8(), w8a8().override("cat*", tie=False)):
@@ -365,6 +368,7 @@ def test_calibrate_names_the_part_of_a_concat_that_a_shared_grid_erases():
         assert notes_of(quantize(JoinedInside(), x, config), x) == {}
 
 
+@pytest.mark.slow
 def test_calibrate_names_what_keeps_few_steps_of_a_shared_or_fixed_range():
     x = seeded(4, 8)
     ((_, note),) = notes_of(quantize(JoinedInside(40.0), x), x).items()
@@ -391,6 +395,7 @@ class MaskedExp(nn.Module):
         return self.first(x).masked_fill(torch.eye(8, dtype=torch.bool)[:4], self.hidden).exp()
 
 
+@pytest.mark.slow
 def test_calibrate_names_values_that_the_constant_of_a_mask_erases():
     x = seeded(4, 8)
     ((site, note),) = notes_of(quantize(MaskedExp(-1e9), x), x).items()

@@ -46,7 +46,7 @@ def both(name: str) -> tuple[Graph, Plan, OnnxSim]:
     return *plan_of_module(model, inputs(0)), quantize(float_onnx(model, inputs(0)), None, CONFIG)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_plan_at_both_doors(name: str):
     graph, plan, sim = both(name)
@@ -58,6 +58,7 @@ def test_the_same_plan_at_both_doors(name: str):
     assert compare_plans(sim.graph, sim.plan, graph, plan, back) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_tensor_has_a_site_a_supergroup_or_a_stated_reason(name: str):
     graph, plan, _ = both(name)
@@ -95,7 +96,7 @@ def sqnr(wanted: np.ndarray, found: np.ndarray) -> float:
     return math.inf if noise == 0 else 10 * math.log10(float((wanted**2).sum()) / noise)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", marked([True, False], nightly=[False]))
 @pytest.mark.parametrize("kind", marked([nn.LSTM, nn.GRU, nn.RNN], slow=[nn.RNN]))
 def test_recurrent_layers_compute_what_torch_computes_and_export(kind: Any, bias: bool, tmp_path: Path):
@@ -171,6 +172,7 @@ class Stepped(nn.Module):
         return after[0] if isinstance(after, tuple) else after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", marked([nn.LSTMCell, nn.GRUCell, nn.RNNCell], nightly=[nn.LSTMCell, nn.RNNCell]))
 def test_recurrent_cells_are_their_ops_and_planned_alike(kind: Any, tmp_path: Path):
     model = distinct(Stepped(kind))

@@ -127,7 +127,7 @@ def test_trained_values_are_no_reference(sim):
         assert summary["float_now"] < -1e-3
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_what_was_given_comes_back_from_files_and_goes_with_snapshots(sim, door: str, tmp_path):
     MOVE["seq_mse"](sim, data_of(sim))

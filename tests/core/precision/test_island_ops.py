@@ -135,6 +135,7 @@ def test_a_recurrent_layer_computes_in_float32_and_is_rounded(tmp_path):
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False).summary["passed"]
 
 
+@pytest.mark.slow
 def test_in_a_sim_that_becomes_float16_the_islands_are_ordinary_ops(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)

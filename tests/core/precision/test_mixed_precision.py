@@ -82,6 +82,7 @@ def test_the_budget_holds_and_few_sites_are_raised(sim, model):
     assert len(report.summary["raised"]) == chosen["raised"]
 
 
+@pytest.mark.slow
 def test_any_loss_allowed_keeps_the_lowest_bits_everywhere(sim, model):
     before = state_of(sim)
     report = qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=math.inf, progress=False)

@@ -41,6 +41,7 @@ def searched(sim, metric, max_drop):
     return qsdk.mixed_precision(sim, DATA, metric, max_drop=max_drop, progress=False).summary
 
 
+@pytest.mark.slow
 def test_a_width_that_the_file_rounds_up_is_named(model, closeness):
     config = qsdk.w4a8().override("large", weight="int3")
     found = searched(calibrated(model, config), closeness, 100.0)["no_gain"]

@@ -268,7 +268,7 @@ def test_a_fixed_range_needs_no_data(door):
     np.testing.assert_allclose(sim.encodings["relu3:output"].scale, 0.01, rtol=1e-6)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_before_calibration_it_is_the_config_that_changes(door):
     sim = sim_at(door, data=False)

@@ -9,6 +9,7 @@ from torch import nn
 import qsdk
 
 
+@pytest.mark.slow
 def test_a_saved_rule_that_reaches_nothing_is_let_be(tmp_path):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(8, 4)
     config = qsdk.w8a8().override("1", weight="int4", optional=True)

@@ -71,7 +71,7 @@ def test_a_loaded_sim_is_the_saved_one_bit_for_bit(door, tmp_path):
     assert (tmp_path / "back.onnx").read_bytes() == (tmp_path / "sim.onnx").read_bytes()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_how_it_was_calibrated_comes_back_from_files_and_snapshots(door, tmp_path):
     sim = sim_at(door)
@@ -91,7 +91,7 @@ def test_how_it_was_calibrated_comes_back_from_files_and_snapshots(door, tmp_pat
     assert sim.methods == Methods()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @both
 def test_a_sim_without_encodings_is_saved_too(door, tmp_path):
     sim = sim_at(door, data=False)
@@ -256,6 +256,7 @@ def test_an_opened_file_comes_back(tmp_path):
 # what does not fit
 
 
+@pytest.mark.slow
 def test_another_module_is_refused(tmp_path):
     sim = sim_at("torch")
     save(sim, tmp_path / "sim.qsdk")

@@ -44,6 +44,7 @@ def forms_in(path, op):
     return [n for n in onnx.load(path).graph.node if n.op_type == op and FORM_KEY in metadata(n)]
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize(
     "mask",
@@ -81,6 +82,7 @@ def test_a_row_whose_scores_are_all_hidden_stays_what_it_was(tmp_path):
     np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
 def test_scores_times_a_number_have_the_codes_that_they_had(divides, tmp_path):
     torch.manual_seed(0)

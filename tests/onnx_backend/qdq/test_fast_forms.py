@@ -113,6 +113,7 @@ def test_no_weight_that_is_read_in_floats_is_dequantized_in_every_run(model, con
     require_same_sim(sim, path, batches, tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_in_blocks_and_between_quantized_activations_stay_pairs(tmp_path):
     batches = [torch.randn(1, 32, 4, 4)]
     for config in (qsdk.weight_only("int4", block_size=16), qsdk.w8a8(), qsdk.weight_only("float8e4m3fn")):

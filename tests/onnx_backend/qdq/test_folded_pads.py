@@ -39,6 +39,7 @@ def ops(model):
     return [node.op_type for node in model.graph.node]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"pads": (0, 0, 0, 0)}, {"twice": True}, {"padding": 1}], ids=str)
 def test_no_pad_is_left_and_the_file_is_read_back_with_its_site(options, tmp_path):
     sim, x, model = written(tmp_path / "model.onnx", **options)

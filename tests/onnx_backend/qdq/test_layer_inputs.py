@@ -90,6 +90,7 @@ def test_the_codes_are_those_of_the_runtimes_kernel(dtype, channels, block, rows
     assert np.abs(ours - x).max() > 0.1 * steps.max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "block"),
     [
@@ -202,6 +203,7 @@ def quantized_module(config):
     return model, sim, batches
 
 
+@pytest.mark.slow
 def test_a_module_rounds_the_inputs_of_its_layers_as_its_file_does(tmp_path):
     model, sim, batches = quantized_module(weight_only("int4", block_size=16, compute="int8"))
     blocks = {site: d.input_block for site, d in sim.plan.decisions.items() if d.kind == "weight" and d.quantized}
@@ -280,7 +282,7 @@ class Looked(nn.Module):
         return self.head(torch.relu(self.inner(rows.reshape(-1, 32) if self.reshaped else rows)))
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("reshaped", [False, True])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 @pytest.mark.parametrize("symmetric", [True, False])

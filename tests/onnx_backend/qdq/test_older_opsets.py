@@ -153,6 +153,7 @@ def test_what_an_opset_cannot_say_is_an_error_with_the_lowest_that_can(tmp_path,
     assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == least
 
 
+@pytest.mark.slow
 def test_float8_weights_stand_in_a_file_of_opset_19(tmp_path):
     sim, x = sim_of("images", qsdk.weight_only("float8e4m3fn"))
     qsdk.export(sim, tmp_path / "m.onnx", opset=19)

@@ -22,8 +22,8 @@ class PostNorm(nn.Module):
     def __init__(self, attention=False):
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True) if attention else None
-        self.wide, self.narrow = (nn.ModuleList(nn.Linear(*n) for _ in range(4)) for n in ((16, 64), (64, 16)))
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.wide, self.narrow = (nn.ModuleList(nn.Linear(*n) for _ in range(3)) for n in ((16, 64), (64, 16)))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
 
     def forward(self, x):
         """Keep the shape, [N, T, 16]."""
@@ -43,7 +43,7 @@ def outputs(path, x):
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["linear", "attention"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["linear", "attention"])
 def exported(request, tmp_path_factory):
     torch.manual_seed(0)
     model, folder = PostNorm(request.param).eval(), tmp_path_factory.mktemp("post_norm")
@@ -74,7 +74,7 @@ def test_the_sum_has_the_values_and_coverage_says_so(exported):
     sums = [node for node in graph.node if node.op_type == "Add" and {makers.get(n) for n in node.input} >= {"Add"}]
     assert sums
     assert not any("DequantizeLinear" in {makers.get(name) for name in node.input} for node in sums)
-    assert sum(node.op_type == "MatMulInteger" for node in graph.node) >= 8
+    assert sum(node.op_type == "MatMulInteger" for node in graph.node) >= 6
 
 
 def test_it_is_as_near_to_float_as_the_runtimes_own_tool(exported):

@@ -48,7 +48,7 @@ def rounding(sim):
     return [site for site, decision in sim.plan.decisions.items() if decision.input_block == WHOLE]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "options"),
     [
@@ -90,6 +90,7 @@ def test_an_ordinary_session_rounds_the_states_as_the_simulation_does(config, op
         np.testing.assert_array_equal(qsdk.load(tmp_path / "saved", model)(batches[1]).numpy(), wanted)
 
 
+@pytest.mark.slow
 def test_a_float_file_is_simulated_by_the_kernel_and_exported_the_same(tmp_path):
     model, _, batches = quantized(DYNAMIC, batch=2)
     torch.onnx.export(model, (batches[0],), tmp_path / "float.onnx", dynamo=True, opset_version=21, verbose=False)
@@ -104,6 +105,7 @@ def test_a_float_file_is_simulated_by_the_kernel_and_exported_the_same(tmp_path)
     np.testing.assert_allclose(in_session(tmp_path / "m.onnx", batches[1]), sim.run(values[1])[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_states_are_rounded_in_training_and_gradients_pass(tmp_path):
     _, sim, batches = quantized(weight_only("int8", compute="int8"))
     exact = quantized(weight_only("int8"))[1]

@@ -31,6 +31,7 @@ def stored_types(path):
     return {TensorProto.DataType.Name(code) for code in types} - {"INT32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["int4", "uint4", "int4_strict"])
 def test_the_kernels_for_integers_run_and_the_file_is_of_four_bits_still(weight, tmp_path):
     sim = sim_of(qsdk.QuantConfig(weight=weight))

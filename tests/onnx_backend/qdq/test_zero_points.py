@@ -220,6 +220,7 @@ def test_a_max_pool_runs_on_codes_in_the_layout_of_its_convolutions(tmp_path):
     assert "NhwcMaxPool" not in optimized(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_moves_values_behind_a_relu_moves_codes(tmp_path):
     """The zero point of what is never negative is 0: without it each move is made in floats, between two pairs."""
     torch.manual_seed(0)

@@ -68,6 +68,7 @@ def test_the_first_product_of_a_cell_is_its_bias(kind, bias, tmp_path):
     qsdk.to_integer(path, integer, data=[x], progress=False)
 
 
+@pytest.mark.slow
 def test_a_product_of_ones_stays(tmp_path):
     path = str(tmp_path / "m.onnx")
     exported(Steps(nn.GRUCell(12, 16), fill=1.0).eval(), path, qsdk.w8a8())

@@ -81,6 +81,7 @@ def test_a_pair_behind_a_move_is_left_out(op):
     compared(model_of(nodes, stored), 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([np.uint8, np.int8, np.uint16, np.int16]),

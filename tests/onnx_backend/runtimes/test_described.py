@@ -98,6 +98,7 @@ def test_a_concat_of_unlike_grids_is_found(tmp_path: Path):
     assert said in problems(tmp_path / "model.onnx", "litert")
 
 
+@pytest.mark.slow
 def test_a_sim_for_another_runtime_is_not_written_for_a_target(tmp_path: Path):
     sim, _ = simulated(qsdk.w8a8())
     with pytest.raises(ExportError, match=r"the dialect xint8 cannot have this model as it is:(?s:.)*powers of two"):

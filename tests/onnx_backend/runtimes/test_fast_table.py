@@ -51,6 +51,7 @@ def kernel_on_codes(label: str, dtype: str, form: str, folder) -> str | None:
     return found[0].op_type if found and floats.isdisjoint(found[0].input) else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [("uint8", "both"), *(pytest.param(*k, marks=pytest.mark.slow) for k in FAST if k != ("uint8", "both"))],

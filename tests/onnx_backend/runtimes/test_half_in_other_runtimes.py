@@ -20,7 +20,7 @@ def sim_of(dtype: torch.dtype, dialect: str):
     return sim
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("dialect", PACKAGES)
 def test_the_runtime_computes_the_simulated_codes(tmp_path, dialect, dtype):

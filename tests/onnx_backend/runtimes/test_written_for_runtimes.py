@@ -63,6 +63,7 @@ def test_openvino_computes_the_simulated_codes(tmp_path, weight):
     assert report.summary["sqnr_db"] > 35
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("openvino")
 def test_openvino_keeps_the_bounds_of_16_bits_only_behind_a_clip(tmp_path):
     sim = sim_of(qsdk.w8a16())
@@ -119,6 +120,7 @@ def test_the_htp_computes_the_simulated_codes_without_the_cpu(tmp_path, config):
     assert alone.run({"images": SMALL.numpy()})[0].shape == (4, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("qnn")
 def test_pairs_without_zero_points_are_refused_for_the_htp(tmp_path):
     sim = sim_of(qsdk.w8a8())
@@ -164,6 +166,7 @@ def test_every_preset_can_be_written_for_qnn(tmp_path, preset):
     assert list(onnx.load(tmp_path / "again.onnx").graph.node) == list(model.graph.node)
 
 
+@pytest.mark.slow
 def test_tensorrt_gets_signed_symmetric_pairs_and_float_biases(tmp_path):
     sim = sim_of(qsdk.w8a8().for_dialect("tensorrt"))
     qsdk.export(sim, tmp_path / "m.onnx", dialect="tensorrt")
@@ -181,6 +184,7 @@ def test_tensorrt_gets_signed_symmetric_pairs_and_float_biases(tmp_path):
     assert not (tmp_path / "refused.onnx").exists()
 
 
+@pytest.mark.slow
 def test_what_a_dialect_lacks_is_said_by_name(tmp_path):
     sim = sim_of(qsdk.w8a8())
     with pytest.raises(qsdk.ConfigError, match="unknown dialect 'tflite'"):
@@ -229,6 +233,7 @@ def test_a_processor_or_placement_that_is_not_known_is_refused():
         qsdk.w8a8().for_dialect("openvino", placement="kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processor", ["any", "avx2"])
 def test_no_sum_of_two_products_leaves_the_16_bits_of_older_processors(processor, tmp_path):
     """Kernels of x86 without VNNI add two products of uint8 and int8 in 16 bits; those of two uint8 take 32."""
@@ -382,6 +387,7 @@ def test_openvino_compiles_a_model_for_its_sizes_or_once_as_it_is_written():
         assert compiled[1].inputs[0].get_partial_shape().is_dynamic is not fixed_sizes
 
 
+@pytest.mark.slow
 def test_onnxruntime_runs_a_convolution_and_the_slope_behind_it_in_integers(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 1), nn.PReLU(4)).eval()
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

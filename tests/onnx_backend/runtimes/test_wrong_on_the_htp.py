@@ -85,6 +85,7 @@ def test_shares_of_many_elements_are_named_and_two_steps_off(size, steps, tmp_pa
     assert max(row["max_lsb"] for row in rows) == steps
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_is_named(tmp_path):
     x = torch.randn(5, 1, 8)
     sim = qsdk.quantize(torch.nn.LSTM(8, 8), x, qsdk.w8a8().for_dialect("qnn"))

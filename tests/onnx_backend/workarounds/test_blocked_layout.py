@@ -116,6 +116,7 @@ def test_each_op_around_convolutions_changes_no_bit(part, channels):
     compared(*calibrated(channels, (part, part)))
 
 
+@pytest.mark.slow
 def test_a_network_of_convolutions_stays_in_blocks(kept):
     sim, _ = calibrated(32, ("add", "silu", "pool"))
     session_in_blocks(sim.qdq_model())
@@ -124,6 +125,7 @@ def test_a_network_of_convolutions_stays_in_blocks(kept):
     assert after == 1, [node.op_type for node in model.graph.node]  # of the output's five channels
 
 
+@pytest.mark.slow
 def test_padded_channels_stay_in_blocks_where_zeros_stay_zeros(kept):
     sim, _ = calibrated(24, ("add", "add"))
     session_in_blocks(sim.qdq_model())

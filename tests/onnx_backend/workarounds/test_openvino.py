@@ -88,6 +88,7 @@ def is_right(model: ModelProto, feeds: dict[str, np.ndarray]) -> bool:
     return all(np.abs(got - wanted).max() <= 1.01 * SCALES["r"][0] for got in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_goes_wrong_on_codes_is_known_refused_and_right_when_it_is_kept_off_them(name):
     shape, is_wrong = CASES[name][1], CASES[name][-1]
@@ -191,6 +192,7 @@ class Pooled(nn.Module):
         return (tokens * kept).sum(1) / kept.sum(1), self.window(tokens), tokens.mean(1)
 
 
+@pytest.mark.slow
 def test_pooled_tokens_are_the_simulated_ones_and_the_file_opens_with_its_encodings(tmp_path):
     torch.manual_seed(0)
     x, mask = torch.randn(4, 6, 16), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]] * 2)
@@ -334,6 +336,7 @@ def detector() -> ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_detector_is_compiled_with_the_axes_that_its_file_has_and_right(tmp_path, is_open):
     x, path = {"x": np.random.default_rng(1).normal(size=(1, 4, 8, 8)).astype(np.float32)}, tmp_path / "m.onnx"

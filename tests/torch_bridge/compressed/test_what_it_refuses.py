@@ -103,6 +103,7 @@ def test_sites_without_a_field(config: QuantConfig, message: str, tmp_path: Path
     assert 'quantize with config.for_dialect("compressed-tensors"), and skip what is named here' in said
 
 
+@pytest.mark.slow
 def test_models_without_a_field(tmp_path: Path):
     full = qsdk.w8a8(symmetric_activations=True).for_dialect("compressed-tensors")
     said = refusal(sim_of(Branches(), full), tmp_path)

@@ -102,6 +102,7 @@ def test_a_cache_that_keeps_a_window_alone_is_refused() -> None:
         qsdk.quantize(model, {"input_ids": ids[:, 4:], CACHE: cache})
 
 
+@pytest.mark.slow
 def test_a_cache_of_fixed_size_is_refused_as_the_example_and_serves_the_sim() -> None:
     sim, ids = _sim(), tokens(9)
     cache = StaticCache(config=sim.model.config, max_cache_len=16)
@@ -114,6 +115,7 @@ def test_a_cache_of_fixed_size_is_refused_as_the_example_and_serves_the_sim() ->
     assert [int(layer.cumulative_length) for layer in cache.layers] == [10, 10]
 
 
+@pytest.mark.slow
 def test_data_with_a_cache_of_fixed_size_stays_as_it_was() -> None:
     model, ids = DECODERS["llama"](), tokens(9)
     sim = qsdk.quantize(model, step_example(model), qsdk.w8a8())

@@ -62,6 +62,7 @@ def test_an_encoder_and_its_decoder_generate() -> None:
     assert torch.equal(whole.argmax(-1)[:, :-1], result[:, 1:])
 
 
+@pytest.mark.slow
 def test_steps_read_each_site_with_its_own_encoding() -> None:
     """Each site of a step is compared with the same place of a whole pass, so that no call takes another's encoding."""
     sim, ids = _sim("llama"), tokens(9)

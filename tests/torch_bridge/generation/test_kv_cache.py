@@ -74,6 +74,7 @@ def test_keys_and_values_are_quantized_once() -> None:
     assert len(np.unique(keys)) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [qsdk.w8a8(kv_cache="int8"), qsdk.weight_only("int8", kv_cache="int8")])
 def test_a_cache_has_one_grid_from_edge_to_edge_where_no_kernel_reads_it(config: QuantConfig) -> None:
     sim = _sim(config.for_dialect("onnxruntime"))
@@ -112,6 +113,7 @@ def test_a_rule_that_matches_no_keys_and_values_is_refused() -> None:
         _sim(qsdk.w8a8().override("lm_head", kv_cache="int8"))
 
 
+@pytest.mark.slow
 def test_scales_without_a_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_scales is chosen without kv_cache"):
         _sim(qsdk.w8a8().override("*", kv_cache_scales="head"))

@@ -121,6 +121,7 @@ def test_every_type_gives_the_weights_of_the_sim_to_the_last_bit(tmp_path: Path)
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_codes_of_gptq_and_greedy_tokens(tmp_path: Path):
     sim = plain_sim(model_of("llama"), W4.for_dialect("gguf"))
     with torch.no_grad():

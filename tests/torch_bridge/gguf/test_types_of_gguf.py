@@ -23,6 +23,7 @@ def read(kind: str, data: np.ndarray) -> np.ndarray:
     return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
 
 
+@pytest.mark.slow
 @given(
     dtype=st.sampled_from(DTYPES),
     granularity=st.sampled_from(GRANULARITIES),

@@ -28,6 +28,7 @@ def refusal(sim, folder: Path, **options) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_weight_that_no_type_holds_is_named(sim, tmp_path: Path):
     said = refusal(sim, tmp_path)
     assert "no type of GGUF holds the weight" in said
@@ -40,6 +41,7 @@ def test_options_of_onnx(sim, tmp_path: Path):
     assert refusal(sim, tmp_path, max_shard_bytes=9).startswith("max_shard_bytes= is for format='compressed-tensors'")
 
 
+@pytest.mark.slow
 def test_activations_have_no_place(tmp_path: Path):
     sim = plain_sim(decoder("Llama", **WIDE), qsdk.w8a8())
     assert "GGUF holds weights alone, and has no place for model.embed_tokens:output (uint8)" in refusal(sim, tmp_path)
@@ -94,6 +96,7 @@ def test_an_onnx_file_and_a_missing_package(sim, tmp_path: Path, monkeypatch):
         qsdk.export(qsdk.quantize(tmp_path / "model.onnx"), tmp_path / "model.gguf", format="gguf")
 
 
+@pytest.mark.slow
 def test_a_head_beside_tokens_is_not_written_twice(tmp_path: Path):
     sim = plain_sim(decoder("Llama", **WIDE, tie_word_embeddings=True), W4.for_dialect("gguf"))
     report = qsdk.export(sim, tmp_path / "model.gguf", format="gguf")

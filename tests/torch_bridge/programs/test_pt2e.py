@@ -125,6 +125,7 @@ class Gated(nn.Module):
         return kept + torch.cat([high, low], -1)
 
 
+@pytest.mark.slow
 def test_what_backends_trip_over_is_written_in_another_way(tmp_path: Path):
     sim = quantize(Gated().eval(), (seeded(3, 8), seeded(3, 2, 4)), w8a8())
     calibrate(sim, [(seeded(3, 8, seed=at), seeded(3, 2, 4, seed=at + 9)) for at in range(3)], progress=False)
@@ -143,6 +144,7 @@ def test_what_backends_trip_over_is_written_in_another_way(tmp_path: Path):
     torch.testing.assert_close(program.module()(*other), sim(*other))
 
 
+@pytest.mark.slow
 def test_a_cast_to_another_dtype_stays_behind_a_site(tmp_path: Path):
     given = seeded(4, 8).half() * 300, seeded(4, 2, 4).half() * 300  # their squares are infinite in float16
     sim = quantize(Gated().eval().half(), given, w8a8())
@@ -153,6 +155,7 @@ def test_a_cast_to_another_dtype_stays_behind_a_site(tmp_path: Path):
     torch.testing.assert_close(program.module()(*given), sim(*given))
 
 
+@pytest.mark.slow
 def test_weights_are_integers_under_the_names_of_the_model_and_activations_are_int8(tmp_path: Path):
     module, x = convolutions()
     sim = calibrated(module, x, w8a8())
