@@ -54,7 +54,7 @@ check: setup ## lint, format, types, import contracts, architecture
 	@$(BIN)/ruff format -q --check
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
-	@$(BIN)/python -m pytest -q tests/house/test_architecture.py
+	@$(BIN)/python -m pytest -q tests/house/test_architecture.py tests/house/test_size.py
 
 docs: setup ## build the documentation site into build/site; warnings and broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

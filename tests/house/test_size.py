@@ -29,6 +29,7 @@ def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(house_size)
     assert house_size.code_lines(source) == 3
 
 
+@pytest.mark.slow  # `make check` runs it
 def test_no_figure_of_the_house_is_above_its_ceiling(house_size):
     ceilings = json.loads(house_size.CEILINGS.read_text("utf-8"))
     sizes = house_size.sizes()
