@@ -4,18 +4,23 @@ from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
 from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.numerics.exact_sums import are_exact
 from qsdk.core.report import Report
 
+_BYTES = frozenset({"uint8", "int8"})
+_DYNAMIC = "DynamicQuantizeLinear"
+
 
 def overflow_reason(model: ModelProto) -> str:
     """Return why a session at the runtime's default level may be off on this processor, with the remedies.
 
-    Processors of the x86 family without VNNI add pairs of products of uint8 activations and int8 weights in 16 bits,
-    which saturate. A model can only meet that where two neighbours among a layer's weights add up to more than 128.
+    Processors of the x86 family without VNNI add pairs of products of uint8 activations (int8 ones are turned into
+    them) and int8 weights in 16 bits, which saturate. A model can only meet that where two neighbours among a layer's
+    weights add up to more than 128, or where the second operand of int8 is computed as well.
 
     Args:
         model: a Q/DQ model.
@@ -25,18 +30,24 @@ def overflow_reason(model: ModelProto) -> str:
     """
     if not products_saturate():
         return ""
+    stored, made_by = stored_tensors(model), producers(model.graph.node)
     pairs = {pair.output: pair for pair in qdq_pairs(model)}
-    stored = stored_tensors(model)
+    of_bytes = {name for name, pair in pairs.items() if pair.stored is None and pair.encoding.dtype.name in _BYTES}
+    for node in model.graph.node:  # a range that is found while the model runs
+        if node.op_type == "DequantizeLinear" and getattr(made_by.get(node.input[0]), "op_type", "") == _DYNAMIC:
+            of_bytes.add(node.output[0])
 
-    def overflows(read: QdqPair | None, weight: QdqPair | None) -> bool:
-        if read is None or weight is None or weight.stored is None or read.encoding.dtype.name != "uint8":
+    def overflows(read: str, weight: QdqPair | None) -> bool:
+        if weight is None or read not in of_bytes or weight.encoding.dtype.container != "int8":
             return False
         axis = attributes(weight.dequantize).get("axis", 1) if weight.encoding.scale.size > 1 else None
-        return weight.encoding.dtype.container == "int8" and not are_exact(array(stored[weight.stored]), axis)
+        return weight.stored is None or not are_exact(array(stored[weight.stored]), axis)
 
     # a Gemm runs on codes only where both operands have zero-point tensors
-    layers = ((node, *map(pairs.get, node.input[:2])) for node in model.graph.node if node.op_type in LINEAR)
-    if not any(overflows(read, weight) and _in_integers(node, read, weight) for node, read, weight in layers):
+    layers = ((node, node.input[0], pairs.get(node.input[1])) for node in model.graph.node if node.op_type in LINEAR)
+    if not any(
+        overflows(read, weight) and _in_integers(node, made_by.get(read), weight) for node, read, weight in layers
+    ):
         return ""
     return (
         "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: "
@@ -45,9 +56,10 @@ def overflow_reason(model: ModelProto) -> str:
     )
 
 
-def _in_integers(node: NodeProto, *pairs: QdqPair | None) -> bool:
+def _in_integers(node: NodeProto, read: NodeProto | None, weight: QdqPair | None) -> bool:
     """Return whether the runtime computes a layer in integers; a Gemm without zero-point tensors stays float."""
-    return node.op_type != "Gemm" or all(pair is not None and len(pair.dequantize.input) > 2 for pair in pairs)
+    nodes = (read, None if weight is None else weight.dequantize)
+    return node.op_type != "Gemm" or all(one is not None and len(one.input) > 2 for one in nodes)
 
 
 def with_overflow(report: Report, model: ModelProto, *, in_session: bool) -> Report:

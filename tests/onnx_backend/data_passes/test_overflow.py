@@ -53,6 +53,23 @@ def test_a_linear_layer_that_the_runtime_keeps_float_does_not_overflow(tmp_path,
         assert ("default_session" in summary) is named
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        qsdk.QuantConfig(dynamic_activations=True),
+        qsdk.QuantConfig(dynamic_activations=True).for_dialect("onnxruntime", processor="vnni"),
+        qsdk.w8a8().override("*", activation="int8", input="int8"),
+    ],
+    ids=["dynamic", "dynamic for VNNI", "int8 activations"],
+)
+def test_other_activations_of_8_bits_overflow_too(config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(overflow, "products_saturate", lambda: True)
+    sim = qsdk.quantize(Product(), X, config)
+    qsdk.calibrate(sim, [X], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert REASON in qsdk.check_parity(sim, tmp_path / "m.onnx", [X], progress=False).summary["default_session"]
+
+
 def test_nothing_is_said_where_products_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overflow, "products_saturate", lambda: False)
     assert "default_session" not in parity(tmp_path, "int8")
