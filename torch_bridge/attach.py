@@ -10,7 +10,9 @@ from torch import nn
 
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.graph.op_facts import RECURRENT
+from qsdk.core.numerics.spec import OF_WHOLE
+from qsdk.core.planning.plan import WHOLE, Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
@@ -53,18 +55,36 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
 def without_other_callers(plan: Plan, graph: Graph, model: nn.Module) -> Plan:
     """Return the plan in which layers round their input to int8 where the sim does it for them, and nowhere else.
 
-    It does so where an nn.Linear calls its own weight, and in nn.MultiheadAttention; not for other functions.
+    It does so where an nn.Linear calls its own weight, and in nn.MultiheadAttention; not for other functions, whose
+    input is a dynamic site as a whole then.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    kept = {}
+    kept, shared = {}, set[int]()
     for site, decision in plan.decisions.items():
         if decision.input_block is not None and not all(
             _rounds_input(modules, without_calls(owner_of(site)), without_calls(caller))
             for caller in _callers(graph, graph.sites[site])
         ):
+            if decision.input_block == WHOLE and decision.op_type not in RECURRENT:
+                shared.update(_multiplied_with(graph, graph.sites[site]))
             decision = replace(decision, input_block=None)
         kept[site] = decision
+    for site, decision in kept.items():
+        if graph.sites[site] in shared:
+            kept[site] = replace(decision, spec=OF_WHOLE, reason=decision.op_type)
+        elif decision.input_block == WHOLE and not shared.isdisjoint(_multiplied_with(graph, graph.sites[site])):
+            kept[site] = replace(decision, input_block=None)
     return replace(plan, decisions=kept)
+
+
+def _multiplied_with(graph: Graph, weight: int) -> Iterator[int]:
+    """Yield the tensors that layers multiply with a weight."""
+    for reader in graph.consumers[weight]:
+        op = graph.ops[reader]
+        if op.type in ("MatMul", "Gemm") and op.inputs[0] is not None:
+            yield op.inputs[0]
+        for result in op.outputs if op.type == "Transpose" else ():
+            yield from _multiplied_with(graph, result)
 
 
 def _callers(graph: Graph, tensor: int) -> Iterator[str]:

@@ -15,9 +15,9 @@ from onnx_backend.proto.nodes import attributes, constant_tensor, metadata, node
 from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.readers import COPY_KEY
 from qsdk.core.errors import CalibrationError, ExportError, FileFormatError
-from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, uint8
+from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named
 from qsdk.core.numerics.encoding import Encoding, storage_type
-from qsdk.core.numerics.spec import Spec
+from qsdk.core.numerics.spec import OF_WHOLE, Spec
 from qsdk.core.planning.from_encodings import AS_GIVEN
 from qsdk.core.planning.plan import OF_CACHE, Decision
 
@@ -317,7 +317,7 @@ def dynamic_pairs(model: ModelProto) -> list[DynamicPair]:
     found: dict[str, DynamicPair] = {}
     for node in model.graph.node:
         quantize = made_by.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        facts, spec = metadata(node), Spec(uint8, symmetric=False, dynamic=True)
+        facts, spec = metadata(node), OF_WHOLE
         if PART_KEY in facts:  # a layer rounds its own input: no site
             continue
         if quantize is not None and quantize.op_type == "DynamicQuantizeLinear" and node.input[:] == quantize.output[:]:

@@ -15,17 +15,15 @@ from qsdk.core.channel_maps.scalings import Factors, FloatArray, Scalings, balan
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.bias import with_room_for
-from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.exact_sums import with_exact_sums
-from qsdk.core.numerics.spec import PerBlock, Spec
+from qsdk.core.numerics.spec import OF_WHOLE, PerBlock, Spec
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import WHOLE
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.sims.state import SimState, owns_encoding
 
 Array = npt.NDArray[np.floating]
-_WHOLE = Spec(uint8, symmetric=False, dynamic=True)  # as layers round whose block is `WHOLE`
 _ROWS = 512  # of a layer's input that are kept
 _STEPS, _LEAST = 20, 0.5  # shares of the range that are tried, and the smallest of them
 
@@ -169,7 +167,7 @@ def observed_layer(
     plain = not kernel and op.attributes.get("group", 1) == 1 and (len(shape) == 2 or input_axis(graph, op_id) == 1)
     weight, fed = graph.tensors[operand.root].site or "", graph.tensors[tensor].site or ""
     axes, block = (operand.channel_axis, operand.input_axis), blocks.get(weight)
-    given, block = (_WHOLE, None) if block == WHOLE else (specs.get(fed), block)
+    given, block = (OF_WHOLE, None) if block == WHOLE else (specs.get(fed), block)
     return ObservedLayer(op_id, operand.root, tensor, *axes, specs.get(weight), given, plain, block)
 
 

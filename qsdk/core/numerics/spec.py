@@ -161,6 +161,10 @@ class Spec:
             )
 
 
+#: uint8 with the range of the whole tensor, found while the model runs, as DynamicQuantizeLinear does
+OF_WHOLE = Spec(uint8, symmetric=False, dynamic=True)
+
+
 def float_spec(dtype: DType, tensor_type: str = "float32") -> Spec | None:
     """Return the spec of a site that a rule keeps in a float dtype: None for float32 and its own type, else a cast."""
     return None if dtype.name in ("float32", tensor_type) else Spec(dtype)

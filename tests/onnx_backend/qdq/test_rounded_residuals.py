@@ -87,7 +87,7 @@ def test_it_is_as_near_to_float_as_the_runtimes_own_tool(exported):
         np.mean([decibels(outputs(folder / f"{name}.onnx", x), y) for x, y in zip(batches, exact, strict=True)])
         for name in ("ours", "theirs")
     )
-    assert ours > theirs - 0.5
+    assert ours > theirs - 1  # which leaves products of two activations float
     config = DYNAMIC.for_dialect("onnxruntime", processor="vnni", placement="all")
     qsdk.calibrate(everywhere := qsdk.quantize(model, batches[0], config), batches, progress=False)
     with torch.no_grad():
@@ -123,3 +123,29 @@ def test_the_solvers_see_rounded_inputs(exported):
     with torch.no_grad():
         before, after = (sum(float((one(x) - model(x)).square().mean()) for x in batches) for one in (sim, tuned))
     assert after < before
+
+
+class Functional(nn.Module):
+    """A function of torch that multiplies what a layer and a sum read too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.layer, self.last = nn.Parameter(torch.randn(12, 12)), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        y = torch.relu(self.layer(x))
+        return nn.functional.linear(y, self.weight) + self.last(y) + y
+
+
+def test_what_a_function_multiplies_is_rounded_for_all_readers(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 12)
+    sim = qsdk.quantize(Functional(), x, DYNAMIC.for_dialect("onnxruntime"))
+    qsdk.calibrate(sim, [x], progress=False)
+    assert sim.plan.decisions["relu.0:output"].dynamic
+    assert not any(decision.input_block for decision in sim.plan.decisions.values())
+    qsdk.export(sim, tmp_path / "m.onnx")
+    ops = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
+    assert (ops.count("MatMulInteger"), ops.count("MatMul")) == (3, 0)
+    with torch.no_grad():
+        assert decibels(outputs(tmp_path / "m.onnx", x), sim(x).numpy()) > 60
