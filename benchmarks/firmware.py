@@ -3,10 +3,19 @@
 One JSON line per network: multiplications, the session's time on one thread in ms, and for each set of flags of the C
 compiler (`cc`) the ratio of the program's time to it: both of processor time, the shortest of interleaved runs, of one
 image. `same` says that the codes of the program are those of the integer-only file in ONNX Runtime, bit for bit.
+
+With `--beside` a sim for LiteRT becomes a `.tflite` file, which TFLite Micro's interpreter for this machine runs
+(`pip install tflite-micro`, plain C++ kernels), and a program: its time, its arena and the bytes of its file over those
+of the program at `-O3` (`bytes` over the constants), whether its codes are those that qsdk predicts for LiteRT's
+reference kernels, and the steps between its codes and the program's. `why not` is what it said instead.
 """
 
+import contextlib
 import ctypes
+import importlib
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +32,8 @@ import torch
 from torch import Tensor, nn
 
 import qsdk
+from onnx_backend.litert.check import opened
+from onnx_backend.litert.reference import run as predicted
 
 ROUNDS = 200
 FLAGS = {"-O3": ["-O3"], "-O3 -march=native": ["-O3", "-march=native"], "-Os": ["-Os"]}
@@ -170,16 +181,82 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def said(act: Callable[[], object], place: Path) -> str:
+    """Return what native code writes to the standard error while a function runs."""
+    kept = os.dup(2)
+    with place.open("w+") as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            act()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        held.seek(0)
+        return held.read()
+
+
+def beside(name: str, folder: Path) -> dict[str, Any]:
+    """Return a network's `.tflite` file in TFLite Micro over the C program of the same sim."""
+    micro_runtime = importlib.import_module("tflite_micro.python.tflite_micro").runtime
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    model, batches = make().eval(), [torch.rand(8, *shape[1:]) for _ in range(4)]
+    sim = qsdk.quantize(model, batches[0], qsdk.w8a8().for_dialect("litert"))
+    qsdk.calibrate(sim, batches, progress=False)
+    file = qsdk.export(sim, folder / "model.tflite", format="tflite", check=False).summary["bytes"]
+    qsdk.export(sim, folder / "model.onnx", dialect="onnx")
+    for kind in ("h", "npz"):
+        wanted = {"edges": "integer", "firmware": folder / f"network.{kind}", "data": [batches[0]], "progress": False}
+        qsdk.to_integer(folder / "model.onnx", folder / "integer.onnx", **wanted)
+    (folder / "program.c").write_text(SOURCE)
+    library, program_of = program(folder, 9, FLAGS["-O3"]), opened(folder / "model.tflite")
+    arrays = np.load(folder / "network.npz")
+    constants = sum(arrays[key].nbytes for key in arrays.files if key != "program.json")
+    held: list[Any] = []
+
+    def open_file() -> None:
+        with contextlib.suppress(RuntimeError):
+            held.append(micro_runtime.Interpreter.from_file(str(folder / "model.tflite")))
+
+    refused = said(open_file, folder / "said")
+    if not held:
+        return {"benchmark": "firmware, TFLite Micro", "network": name, "why not": refused.strip().splitlines()[0]}
+    (micro,), image = held, np.random.default_rng(0).integers(-128, 128, shape).astype(np.int8)
+    there, least = image.transpose(0, 2, 3, 1).copy(), {"there": float("inf"), "here": float("inf")}
+    for _ in range(ROUNDS):
+        micro.set_input(there, 0)
+        ctypes.memmove(library.input(), image.tobytes(), image.nbytes)
+        for key, act in (("there", micro.invoke), ("here", library.run)):
+            start = time.process_time()
+            act()
+            least[key] = min(least[key], time.process_time() - start)
+    made = micro.get_output(0)
+    ours = np.frombuffer(ctypes.string_at(library.output(), made.nbytes), np.int8).reshape(made.shape)
+    arenas = re.search(r"Arena allocation total (\d+)", said(micro.print_allocations, folder / "said"))
+    own = next(line.split()[-1] for line in (folder / "network.h").read_text().splitlines() if "ARENA_BYTES" in line)
+    return {
+        "benchmark": "firmware, TFLite Micro",
+        "network": name,
+        "time": round(least["there"] / least["here"], 2),
+        "arena": None if arenas is None else round(int(arenas[1]) / int(own), 2),
+        "bytes": round(file / constants, 2),
+        "as predicted": bool(np.array_equal(made, predicted(program_of, [there])[program_of.outputs[0]])),
+        "steps from the program": int(np.abs(made.astype(int) - ours).max()),
+    }
+
+
 def main() -> None:
     if shutil.which("cc") is None:
         sys.exit("no C compiler (cc) on the PATH")
     torch.set_num_threads(1)
     rows = []
-    for name in sys.argv[1:] or NETWORKS:
+    for name in [one for one in sys.argv[1:] if one != "--beside"] or NETWORKS:
         with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rows.append(measured(name, Path(place)))
             print(json.dumps(rows[-1]), flush=True)
+            if "--beside" in sys.argv:
+                print(json.dumps(beside(name, Path(place))), flush=True)
     print(json.dumps({"benchmark": "firmware", "worst": {key: max(row[key] for row in rows) for key in FLAGS}}))
 
 

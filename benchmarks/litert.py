@@ -1,6 +1,6 @@
 """Files for LiteRT: codes that differ from their prediction, steps from the sim, bytes, and time in XNNPACK.
 
-One JSON line per network of tests/helpers/models/image_networks.py; names on the command line choose among them.
+One JSON line per network of image_networks.py and token_networks.py in tests/helpers/models; names choose among them.
 `differing` counts the codes of all tensors of LiteRT's reference kernels that are not as predicted: the target is 0.
 `steps` and `steps in xnnpack` are the largest distance of a site from the sim, each fed with its values: at most 1.
 `bytes / onnx` is the size over that of the same sim as a Q/DQ file. `xnnpack / onnxruntime` is the median over rounds
@@ -24,7 +24,9 @@ import qsdk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers" / "models"))
 from image_networks import NETWORKS, network
+from token_networks import token_network
 
+TOKENS = ("vit", "text", "encoder")
 ROUNDS, RUNS = 25, 20
 TARGET = {"differing": 0, "steps": 1, "steps in xnnpack": 1}
 
@@ -40,6 +42,8 @@ def speed(folder: Path, x: np.ndarray) -> float:
     """Return the time of LiteRT over that of ONNX Runtime, a median of ratios."""
     interpreter = Interpreter(model_path=str(folder / "m.tflite"), num_threads=1)
     interpreter.allocate_tensors()
+    for one in interpreter.get_input_details():
+        interpreter.set_tensor(one["index"], np.zeros(one["shape"], one["dtype"]))
     session = qsdk.session(folder / "m.onnx", threads=1)
     feeds = {session.get_inputs()[0].name: x[:1]}
     return ratio_of_times(interpreter.invoke, lambda: session.run(None, feeds))
@@ -55,7 +59,7 @@ def ratio_of_times(left: Callable[[], object], right: Callable[[], object]) -> f
 
 
 def measured(name: str) -> dict[str, object]:
-    model, x = network(name)
+    model, x = token_network(name) if name in TOKENS else network(name)
     sim = qsdk.quantize(model, x, qsdk.w8a8().for_dialect("litert"))
     qsdk.calibrate(sim, [x], progress=False)
     with tempfile.TemporaryDirectory() as held:
@@ -76,5 +80,5 @@ def measured(name: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or NETWORKS:
+    for chosen in sys.argv[1:] or [*NETWORKS, *TOKENS]:
         print(json.dumps(measured(chosen)), flush=True)
