@@ -19,7 +19,7 @@ from qsdk.core.atomic_files import write_atomically
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import WHOLE, Decision, Plan
 from qsdk.core.report import Report
 from qsdk.core.site import owner_of, port_of
 from torch_bridge.calibrate import stored_values
@@ -136,7 +136,11 @@ def refuse_unsayable(plan: Plan) -> None:
     """Refuse a plan with a site that `quantized_decomposed` ops cannot say, by name."""
     for decision in plan.decisions.values():
         reason = ""
-        if decision.dynamic or decision.tied_dynamically:
+        if (
+            decision.dynamic
+            or decision.tied_dynamically
+            or (decision.input_block == WHOLE and decision.op_type != "LSTM")
+        ):
             reason = "its range is found while the model runs; leave out dynamic_activations"
         elif decision.input_block is not None:
             reason = 'its layer rounds its input in blocks; leave out compute="int8"'
