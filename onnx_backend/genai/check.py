@@ -22,16 +22,23 @@ Array = npt.NDArray[Any]
 Logits = Callable[[Array], Array]
 _TOKENS = 8  # that are generated
 _LEAST_DB = 20.0  # below that, logits are another model's: kernels round a code in thousands otherwise
+_LEAST_DB_NARROW = 10.0  # the simulation's own noise in bfloat16: 31 dB behind 22 layers
 _INSTALL = "pip install 'qsdk[genai]'"
 
 
 def check_folder(
-    model: Path, config: Mapping[str, Any], prompt: Sequence[int], logits: Logits, *, count: int = _TOKENS
+    model: Path,
+    config: Mapping[str, Any],
+    prompt: Sequence[int],
+    logits: Logits,
+    *,
+    count: int = _TOKENS,
+    narrow: bool = False,
 ) -> dict[str, Any]:
     """Generate from a model file and return what that says: `generated`, `tokens_equal`, `logits_sqnr_db`.
 
     The simulation reads the tokens that the runtime has chosen, so that one near tie does not count for all that
-    follows.
+    follows. It is `narrow` where it rounds results to bfloat16 or float16, which the runtime does not.
 
     Raises:
         ExportError: the runtime does not open the file, ends its process, or computes other logits.
@@ -44,7 +51,7 @@ def check_folder(
     noise = float(np.square(got.astype(np.float64) - wanted).sum())
     signal = float(np.square(wanted - wanted.mean(-1, keepdims=True), dtype=np.float64).sum())
     decibels = float(10 * np.log10(signal / noise)) if noise and signal else 200.0
-    if not np.isfinite(got).all() or not decibels >= _LEAST_DB:
+    if not np.isfinite(got).all() or not decibels >= (_LEAST_DB_NARROW if narrow else _LEAST_DB):
         raise ExportError(
             f"{model} was not written: in onnxruntime-genai its logits are {decibels:.1f} dB from the simulation's; "
             "report this, or write the folder as it is with check=False"

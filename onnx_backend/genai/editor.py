@@ -86,13 +86,15 @@ class Editor:
             self._kept[key] = self.keep(name, value)
         return self._kept[key]
 
-    def keep_lazily(self, name: str, dims: Sequence[int], source: Callable[[], Array]) -> str:
-        """Store a tensor of bytes, which `source` makes when it is written, under a name that is free."""
+    def keep_lazily(
+        self, name: str, dims: Sequence[int], source: Callable[[], Array], kind: int = TensorProto.UINT8
+    ) -> str:
+        """Store a tensor, of bytes by default, which `source` makes when it is written, under a name that is free."""
         if not is_large(dims):
             return self.keep(name, source())
         name = self.index.fresh(name)
-        self.large[name] = LargeTensor(TensorProto.UINT8, tuple(dims), source, _rows)
-        self.model.graph.initializer.append(as_stub(name, TensorProto.UINT8, dims))
+        self.large[name] = LargeTensor(kind, tuple(dims), source, _rows)
+        self.model.graph.initializer.append(as_stub(name, kind, dims))
         self.index.stored[name] = self.model.graph.initializer[-1]
         return name
 

@@ -80,11 +80,11 @@ def _is_table_of(editor: Editor, found: LookUp, product: Product) -> bool:
     grids = [editor.stored(name)() for name in names]
     if any(grid.ndim == 1 and axis != 0 for grid in grids):
         return False
-    wide = [grid if block else np.broadcast_to(grid.reshape(-1, 1), (made, product.scales.shape[1])) for grid in grids]
+    wide = [grid if block else np.broadcast_to(grid.reshape(-1, 1), product.grid) for grid in grids]
     half = 1 << (bits - 1)
-    zeros = wide[1].astype(np.int16) + lift if len(wide) > 1 else np.full(product.scales.shape, lift, np.int16)
-    theirs = np.full(product.scales.shape, half) if product.zeros is None else product.zeros
-    same = np.array_equal(wide[0], product.scales) and np.array_equal(zeros, theirs)
+    zeros = wide[1].astype(np.int16) + lift if len(wide) > 1 else np.full(product.grid, lift, np.int16)
+    theirs = np.full(product.grid, half) if product.zeros is None else product.zeros
+    same = np.array_equal(wide[0], product.scales()) and np.array_equal(zeros, theirs)
     return same and np.array_equal(editor.stored(found.codes)(), product.codes().T)
 
 

@@ -50,7 +50,7 @@ class Product:
         level: of accuracy, as the kernel counts it.
         codes: gives them, [inputs, outputs], as they are stored.
         lift: what makes them unsigned.
-        scales: [outputs, blocks].
+        scales: gives them, [outputs, blocks].
         zeros: unsigned zero points [outputs, blocks]; None where all are half of the grid.
         bias: [outputs], or None.
     """
@@ -64,9 +64,14 @@ class Product:
     level: int
     codes: Callable[[], Array]
     lift: int
-    scales: Array
+    scales: Callable[[], Array]
     zeros: Array | None
     bias: Array | None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return how many outputs there are, and blocks of each."""
+        return self.sizes[1], -(-self.sizes[0] // self.block)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -86,13 +91,14 @@ def merged(editor: Editor, products: Sequence[Product], output: str) -> NodeProt
     if len(products) > 1:
         name = f"{name.rpartition('.')[0]}.{'_'.join(p.site.partition(':')[0].rpartition('.')[2] for p in products)}"
     width, made = first.sizes[0], sum(product.sizes[1] for product in products)
-    blocks, bytes_of_block = first.scales.shape[1], first.block * first.bits // 8
+    blocks, bytes_of_block = first.grid[1], first.block * first.bits // 8
     codes = partial(_packed, products)
     inputs = [first.source, editor.keep_lazily(f"{name}.codes", (made, blocks, bytes_of_block), codes)]
-    inputs.append(editor.keep(f"{name}.scales", np.concatenate([product.scales for product in products])))
+    scales = partial(_side_by_side, products)
+    inputs.append(editor.keep_lazily(f"{name}.scales", (made, blocks), scales, TensorProto.FLOAT))
     half = 1 << (first.bits - 1)
     if any(product.zeros is not None for product in products):
-        zeros = [np.full(p.scales.shape, half, np.uint8) if p.zeros is None else p.zeros for p in products]
+        zeros = [np.full(p.grid, half, np.uint8) if p.zeros is None else p.zeros for p in products]
         inputs.append(editor.keep(f"{name}.zero_points", packed_bits(np.concatenate(zeros), first.bits)))
     if any(product.bias is not None for product in products):
         biases = [np.zeros(p.sizes[1], np.float32) if p.bias is None else p.bias for p in products]
@@ -119,6 +125,11 @@ def packed_bits(codes: Array, bits: int) -> Array:
     for lane in range(1, per_byte):
         result |= lanes[..., lane] << (bits * lane)
     return result
+
+
+def _side_by_side(products: Sequence[Product]) -> Array:
+    """Return the scales of products, [outputs, blocks]."""
+    return np.concatenate([product.scales() for product in products])
 
 
 def _packed(products: Sequence[Product]) -> Array:
@@ -169,7 +180,7 @@ def _product(editor: Editor, layer: NodeProto) -> Product | None:
         zeros = np.zeros((made, blocks), np.int16)
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None
-    scales = by_block(editor.stored(pair.input[1])())
+    stored = editor.stored(pair.input[1])
     found = _with_bias(editor, layer, made)
     if found is None:
         return None
@@ -180,6 +191,10 @@ def _product(editor: Editor, layer: NodeProto) -> Product | None:
     codes = editor.stored(pair.input[0])
     rounded = editor.index.makers.get(layer.input[0]) if level else None  # which the kernel does
     source = layer.input[0] if rounded is None else metadata(rounded).get(PART_KEY, layer.input[0])
+
+    def scales() -> Array:  # made when they are written: a large model has many
+        return by_block(stored())
+
     return Product(source, output, site, bits, block, sizes, level, codes, lift, scales, unsigned, bias)
 
 

@@ -63,8 +63,10 @@ def write_genai(
     if runtime.refuse is not None:
         runtime.refuse(encodings)
     lowered = lower(marked, plan, encodings, dialect="onnxruntime", weights=weights, prefer="size")
-    large = dict(lowered.large)
+    large, rows = dict(lowered.large), lowered.rows
     model = in_float32(lowered.model, large)
+    widened = model is not lowered.model
+    del lowered  # its scales are many
     results = [value.name for value in model.graph.output]
     replace_nodes(model.graph, without_last_identities([*model.graph.node], results))
     runtime.speed_up(model)
@@ -97,9 +99,9 @@ def write_genai(
         check=checked if check is not None else None,
     )
     narrow = {decision.tensor_type for decision in plan.decisions.values()} & {"bfloat16", "float16"}
-    if narrow and model is not lowered.model:
+    if narrow and widened:
         said["computes"] = f"float32, where the simulation rounds each result to {' and '.join(sorted(narrow))}"
-    return _report(lowered.rows, fused, config, written, said)
+    return _report(rows, fused, config, written, said)
 
 
 def _report(

@@ -117,4 +117,5 @@ def _check(sim: QuantSim, model: Path, config: Mapping[str, Any]) -> Mapping[str
         values: Array = found.logits[0].float().cpu().numpy()
         return values
 
-    return check_folder(model, config, prompt.tolist(), logits)
+    narrow = next(sim.model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    return check_folder(model, config, prompt.tolist(), logits, narrow=narrow)
