@@ -1,14 +1,16 @@
 """Decoders of few bits by training on text that they write themselves: perplexity of stories15M over float.
 
-`python benchmarks/train_few_bits.py w4g32` prints one JSON line: `over_float`, the perplexity on `--told=64` stories of
-128 tokens over that of the float model, and `cpu_minutes` so far, after each step of the recipe: `nearest` rounding;
-the verbs in `--verbs=gptq` (`--verbs=seq_mse,tune_blocks`: blocks with all parameters), on `--texts=128` texts of 256
-tokens from `qsdk.train.generate_text`; and `--steps=100` of distillation on 4 of them at a time (`--lr` of weights,
-`--scale-lr` of scales, 0 to leave them, cosine decay). The loss is over the words that occur in the texts, which makes
-a step nearly twice as fast as one over all; the table, which is the output layer too, is not trained. Texts and stories
-are drawn with other seeds. Recipes: `w4g32`, `w3g128`, `w2g64` (weights alone, table in float; `w4g32` has 8 bits
-there, as folders for onnxruntime-genai do), `nvfp4` (W4A4), `w4a8kv8` (a scale per channel). `--compare` adds `w8a8`:
-calibrated on 8 such texts, and on 8 whose first token is any of the vocabulary, as without a `bos_token_id`.
+`python benchmarks/train_few_bits.py w4g32 nvfp4` prints one JSON line for each: `over_float`, the perplexity on
+`--told=64` stories of 128 tokens over that of the float model, and `cpu_minutes` so far, after each step of the recipe:
+`nearest` rounding; the verbs in `--verbs=gptq` (`--verbs=seq_mse,tune_blocks`: blocks with all parameters) on
+`--heard=64` of the `--texts=128` texts of 256 tokens from `qsdk.train.generate_text`; and `--steps=100` of distillation
+on 4 of all at a time (`--lr` of weights, `--scale-lr` of scales, 0 to leave them, cosine decay). The loss is over the
+words that occur in the texts, which makes a step nearly twice as fast as one over all; the table, which is the output
+layer too, is not trained.
+Texts and stories are drawn with other seeds. Recipes: `w4g32`, `w4g32z` (with zero points), `w3g128`,
+`w2g64` (weights alone, the table in float; in those of 4 bits it has 8, as folders for onnxruntime-genai have), `nvfp4`
+(W4A4), `w4a8kv8` (a scale per channel). `--compare` prints `w8a8`: calibrated on 8 such texts, on 8 stories, and on 8
+texts whose first token is any of the vocabulary, as without a `bos_token_id`.
 """
 
 import argparse
@@ -38,6 +40,7 @@ def floats(config: qsdk.QuantConfig) -> qsdk.QuantConfig:
 
 RECIPES = {
     "w4g32": qsdk.weight_only("int4", block_size=32),
+    "w4g32z": qsdk.weight_only("uint4", block_size=32),
     "w3g128": floats(qsdk.weight_only("uint3", block_size=128)),
     "w2g64": floats(qsdk.weight_only("uint2", block_size=64)),
     "nvfp4": replace(qsdk.block_scaled("nvfp4"), only_linear=True),
@@ -69,9 +72,9 @@ def distil(sim: Any, model: Any, texts: Tensor, given: argparse.Namespace) -> No
             print(f"step {step}: {float(loss.detach()):.4f}", file=sys.stderr, flush=True)
 
 
-def beginnings(model: Any, told: Tensor, exact: float) -> dict[str, float]:
+def beginnings(model: Any, told: Tensor) -> dict[str, float]:
     """Return perplexity over float at W8A8 by the texts that it was calibrated on."""
-    found = {}
+    found, exact = {}, qsdk.analysis.perplexity(model, told, batch_size=8)
     stories = [{"input_ids": part} for part in zoo_text.told(zoo_text.NextToken(model), 8, 128, seed=5).split(4)]
     own = qsdk.train.generate_text(model, 8, 128, batch_size=4, seed=6, progress=False)
     bos, model.config.bos_token_id = model.config.bos_token_id, None
@@ -84,10 +87,35 @@ def beginnings(model: Any, told: Tensor, exact: float) -> dict[str, float]:
     return found
 
 
+def measured(name: str, model: Any, texts: Tensor, told: Tensor, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what each step of a recipe gives, and the processor time until then."""
+    exact, start = qsdk.analysis.perplexity(model, told, batch_size=8), time.process_time()
+    batches = [{"input_ids": part} for part in texts.split(SIZE)]
+    found: dict[str, Any] = {}
+
+    def noted(step: str) -> None:
+        minutes = (time.process_time() - start) / 60
+        ratio = qsdk.analysis.perplexity(sim, told, batch_size=8) / exact
+        found[step] = {"over_float": round(ratio, 4), "cpu_minutes": round(minutes, 1)}
+        print(name, step, found[step], file=sys.stderr, flush=True)
+
+    sim = qsdk.quantize(model, batches[0], RECIPES[name])
+    qsdk.calibrate(sim, batches[:8], progress=False)
+    noted("nearest")
+    for verb in filter(None, given.verbs.split(",")):
+        how = {"learn": "all", "iterations": given.iterations, "batch_size": 16} if verb == "tune_blocks" else {}
+        getattr(qsdk, verb)(sim, batches[: given.heard // SIZE], progress=False, **how)
+        noted(verb)
+    if given.steps:
+        distil(sim, model, texts, given)
+        noted("distilled")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", choices=RECIPES)
-    for name, default in (("texts", 128), ("told", 64), ("steps", 100), ("iterations", 200)):
+    parser.add_argument("recipes", nargs="*", help=", ".join(RECIPES))
+    for name, default in (("texts", 128), ("heard", 64), ("told", 64), ("steps", 100), ("iterations", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--scale-lr", type=float, default=0.0)
@@ -97,30 +125,25 @@ def main() -> None:
     one_thread()
     model = zoo_text.stories()
     told = zoo_text.told(zoo_text.NextToken(model), given.told, 128, seed=2)
-    exact, start = qsdk.analysis.perplexity(model, told, batch_size=8), time.process_time()
-    written = qsdk.train.generate_text(model, given.texts, LENGTH, batch_size=64, seed=1, progress=False)
-    texts = torch.cat([batch["input_ids"] for batch in written])
-    batches = [{"input_ids": part} for part in texts.split(SIZE)]
-    found: dict[str, Any] = {}
-
-    def noted(name: str) -> None:
-        spent = time.process_time() - start
-        ratio = qsdk.analysis.perplexity(sim, told, batch_size=8) / exact
-        found[name] = {"over_float": round(ratio, 4), "cpu_minutes": round(spent / 60, 1)}
-        print(name, found[name], file=sys.stderr, flush=True)
-
-    sim = qsdk.quantize(model, batches[0], RECIPES[given.recipe])
-    qsdk.calibrate(sim, batches[:8], progress=False)
-    noted("nearest")
-    for verb in filter(None, given.verbs.split(",")):
-        how = {"learn": "all", "iterations": given.iterations, "batch_size": 16} if verb == "tune_blocks" else {}
-        getattr(qsdk, verb)(sim, batches, progress=False, **how)
-        noted(verb)
-    if given.steps:
-        distil(sim, model, texts, given)
-        noted("distilled")
-    extra = {"w8a8": beginnings(model, told, exact)} if given.compare else {}
-    print(json.dumps({"benchmark": "train_few_bits", **vars(given), "tokens": texts.numel(), **found, **extra}))
+    if given.compare:
+        print(json.dumps({"benchmark": "train_few_bits", "w8a8": beginnings(model, told)}), flush=True)
+    if given.recipes:
+        start = time.process_time()
+        written = qsdk.train.generate_text(model, given.texts, LENGTH, batch_size=64, seed=1, progress=False)
+        texts = torch.cat([batch["input_ids"] for batch in written])
+        facts = {"tokens": texts.numel(), "writing, cpu_minutes": round((time.process_time() - start) / 60, 1)}
+    for name in given.recipes:
+        row = {"recipe": name, **facts, **measured(name, model, texts, told, given)}
+        print(
+            json.dumps(
+                {
+                    "benchmark": "train_few_bits",
+                    **{key: value for key, value in vars(given).items() if key not in ("recipes", "compare")},
+                    **row,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
