@@ -55,7 +55,7 @@ def _product_and_bias(w: Writer, node: NodeProto) -> tuple[Pending | None, str]:
         product, bias = w.values.get(name), w.values.get(other)
         if not (isinstance(product, Pending) and product.biased is not None and isinstance(bias, Stored)):
             continue
-        if bias.values.size == bias.values.shape[-1] == product.shape[-1]:
+        if bias.values.ndim and bias.values.size == bias.values.shape[-1] == product.shape[-1]:
             return product, str(other)
     return None, ""
 

@@ -1,6 +1,7 @@
 """Transformers as `.tflite` files: norms in 16 bits, embeddings, merged batches, and what is refused."""
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,17 @@ def test_a_bias_behind_a_product_of_three_axes_is_part_of_the_layer(tmp_path):
     exported(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), torch.randn(4, 7, 6), tmp_path / "model.tflite")
     program = from_bytes((tmp_path / "model.tflite").read_bytes(), "it")
     assert [op.type for op in program.ops] == ["FULLY_CONNECTED"]
+
+
+def test_one_number_behind_a_product_is_no_bias_and_named(tmp_path):
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[2, 3] x) => (float[2, 2] y)
+        <float s = {0.02}, uint8 o = {128}, int8[3, 2] w = {1, 2, 3, 4, 5, 6}, int8 n = {0}, float c = {0.5}> {
+            a = QuantizeLinear(x, s, o) b = DequantizeLinear(a, s, o) v = DequantizeLinear(w, s, n)
+            p = MatMul(b, v) t = Add(p, c) q = QuantizeLinear(t, s, o) y = DequantizeLinear(q, s, o)
+        }""")
+    with pytest.raises(qsdk.ExportError, match=r"Add .*it reads 'p', which is not quantized"):
+        qsdk.export(qsdk.quantize(model, None), tmp_path / "model.tflite", format="tflite")
 
 
 def test_a_result_of_stored_tensors_alone_is_compared_as_it_is_stored(tmp_path):
