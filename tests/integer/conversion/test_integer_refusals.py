@@ -62,6 +62,13 @@ def several_scales():
     return net.model()
 
 
+def accumulators_given():
+    net = Net()
+    x = net.op("DequantizeLinear", net.input([2, 8], dtype=TensorProto.INT32), net.const(F32(0.1)))
+    net.output(net.qdq(net.op("Relu", x), *OUT), [2, 8])
+    return stamped(net)
+
+
 def of_a_runtime():
     net, x = started()
     net.output(net.qdq(net.op("QuickGelu", x, domain="com.microsoft"), *OUT), [2, 8])
@@ -122,6 +129,10 @@ REFUSED = {
     ),
     "codes computed on": (
         codes_computed_on, "Cast 'node_cast", "on quantized codes directly", "put a DequantizeLinear in front of it",
+    ),
+    "accumulators as an input": (
+        accumulators_given, "DequantizeLinear 'node_dequantizelinear", "neither quantized nor a stored integer",
+        "quantize its input",
     ),
     "a mask that is read": (
         mask_is_read, "Dropout 'node_dropout", "the mask, is read", "export the model in evaluation mode",
