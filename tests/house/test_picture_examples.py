@@ -44,6 +44,7 @@ def small_detector(path: Path) -> None:
     torch.onnx.export(Detector().eval(), (torch.rand(1, 3, 32, 32),), path, dynamo=True, verbose=False)
 
 
+@pytest.mark.slow
 def test_a_detector_is_quantized_without_labels(tmp_path: Path):
     small_detector(tmp_path / "float.onnx")
     module = example("image_classifier")

@@ -10,6 +10,7 @@ import pytest
 import zoo
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_mobilenet_v2_knows_imagenet():
     images, labels = zoo.imagenet_images()
@@ -18,6 +19,7 @@ def test_mobilenet_v2_knows_imagenet():
     assert zoo.accuracy(model, images, labels) * len(labels) == pytest.approx(18)
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_digit_cnn_knows_mnist():
     images, labels = zoo.mnist(count=2000)

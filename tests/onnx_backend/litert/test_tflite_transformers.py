@@ -20,10 +20,10 @@ def exported(model, x, path, config=None):
     return sim
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "encoder")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("text", "vit", "encoder")]
 
 
-@pytest.mark.parametrize("name", ["text", *SLOW])
+@pytest.mark.parametrize("name", SLOW)
 def test_a_transformer_is_integers_from_edge_to_edge_as_predicted(name, tmp_path):
     """The encoder has sites of steps times batch, whose rows belong to the samples in turn."""
     model, x = token_network(name)
@@ -48,6 +48,7 @@ def rows(n: int) -> torch.Tensor:
     return torch.cat([x, special])
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("n", [3, 64, pytest.param(768, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-5, 1e-2])
 @pytest.mark.parametrize(("kind", "size"), [(nn.LayerNorm, 1.0), (nn.LayerNorm, 0.01), (nn.RMSNorm, 1.0)])

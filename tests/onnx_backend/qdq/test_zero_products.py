@@ -50,6 +50,7 @@ def products(path: str) -> int:
     return sum(node.op_type in ("Gemm", "MatMul") for node in onnx.load(path).graph.node)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", sorted(CELLS))
 def test_the_first_product_of_a_cell_is_its_bias(kind, bias, tmp_path):

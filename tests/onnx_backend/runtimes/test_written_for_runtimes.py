@@ -86,6 +86,7 @@ def without_activations() -> qsdk.QuantConfig:
     return qsdk.w8a8().override("*", activation="float32")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("config", "layers"),
     [(qsdk.w8a8(), 0), (qsdk.w8a16(), 1), (qsdk.w4a8(), 1), (without_activations(), 1)],
@@ -149,6 +150,7 @@ def test_the_htp_misreads_pairs_without_zero_points_where_it_has_no_float16(tmp_
     assert off.max() / float(sim.encodings["head:output"].scale[0]) > 20
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("preset", ["w8a8", "w8a16", "w4a8", "w4a16"])
 def test_every_preset_can_be_written_for_qnn(tmp_path, preset):
     sim = sim_of(getattr(qsdk, preset)().for_dialect("qnn"))

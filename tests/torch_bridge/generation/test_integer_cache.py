@@ -98,6 +98,7 @@ def test_a_file_that_is_opened_and_exported_comes_out_the_same(tmp_path: Path) -
     assert graphs["floats"] == graphs["float"]
 
 
+@pytest.mark.slow
 def test_integers_alone_keep_the_codes_and_float_edges_are_refused(tmp_path: Path) -> None:
     qsdk.export(_sim(), path := tmp_path / "model.onnx", cache="integer")
     with pytest.raises(ConfigError, match=r"takes and gives its cache as integers.*pass edges='integer'"):

@@ -142,6 +142,7 @@ def test_a_rule_tells_keys_from_values_and_each_token_has_its_own_scale() -> Non
     assert len(np.unique(peaks)) > 15
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", ["uint8", "float8e4m3fn"])
 def test_scales_of_tokens_are_for_signed_integers(dtype: str) -> None:
     config = qsdk.weight_only("int8").override("*", kv_cache=dtype, kv_cache_scales="token")

@@ -101,6 +101,7 @@ def test_parity_of_both_files(tmp_path: Path) -> None:
         assert report.summary["passed"], report
 
 
+@pytest.mark.slow
 def test_a_file_without_one_of_its_parts_is_refused(tmp_path: Path) -> None:
     qsdk.export(_sim(), tmp_path / "model.onnx", shapes=BOTH)
     encodings = tmp_path / "model.shared.encodings.json"

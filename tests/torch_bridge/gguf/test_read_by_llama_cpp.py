@@ -199,6 +199,7 @@ def pieces_tokenizer() -> Tokenizer:
     return made
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("made", "said"),
     [

@@ -89,7 +89,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("model", "config"), PAIRS)
 def test_a_loaded_program_computes_what_the_sim_does_for_other_batches_too(model: str, config: str, tmp_path: Path):
     module, x = MODELS[model]()

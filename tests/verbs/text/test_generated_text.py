@@ -38,6 +38,7 @@ def without_cache(model: nn.Module, ids: torch.Tensor) -> Any:
     return model(input_ids=ids, use_cache=False)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
 def test_a_cache_gives_the_texts_of_reading_everything_again(kind: str):
     model = decoder(kind, bos_token_id=7)
