@@ -33,12 +33,15 @@ def overflow_reason(model: ModelProto) -> str:
     stored, made_by = stored_tensors(model), producers(model.graph.node)
     pairs = {pair.output: pair for pair in qdq_pairs(model)}
     of_bytes = {name for name, pair in pairs.items() if pair.stored is None and pair.encoding.dtype.name in _BYTES}
-    for node in model.graph.node:  # a range that is found while the model runs
-        if node.op_type == "DequantizeLinear" and getattr(made_by.get(node.input[0]), "op_type", "") == _DYNAMIC:
-            of_bytes.add(node.output[0])
+    moving = {  # with ranges that are found while the model runs, which no convolution has a kernel for
+        node.output[0]
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and getattr(made_by.get(node.input[0]), "op_type", "") == _DYNAMIC
+    }
 
-    def overflows(read: str, weight: QdqPair | None) -> bool:
-        if weight is None or read not in of_bytes or weight.encoding.dtype.container != "int8":
+    def overflows(op_type: str, read: str, weight: QdqPair | None) -> bool:
+        known = of_bytes | moving if op_type in ("MatMul", "Gemm") else of_bytes
+        if weight is None or read not in known or weight.encoding.dtype.container != "int8":
             return False
         axis = attributes(weight.dequantize).get("axis", 1) if weight.encoding.scale.size > 1 else None
         return weight.stored is None or not are_exact(array(stored[weight.stored]), axis)
@@ -46,7 +49,8 @@ def overflow_reason(model: ModelProto) -> str:
     # a Gemm runs on codes only where both operands have zero-point tensors
     layers = ((node, node.input[0], pairs.get(node.input[1])) for node in model.graph.node if node.op_type in LINEAR)
     if not any(
-        overflows(read, weight) and _in_integers(node, made_by.get(read), weight) for node, read, weight in layers
+        overflows(node.op_type, read, weight) and _in_integers(node, made_by.get(read), weight)
+        for node, read, weight in layers
     ):
         return ""
     return (

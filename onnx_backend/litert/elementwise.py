@@ -142,6 +142,7 @@ def bounds(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
 
 def _unary(kind: str, **options: Any) -> Callable[[Writer, NodeProto, Attributes], Value]:
     def write(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
+        """Write an op of one operand, on the grid of its result."""
         codes, own = w.codes(node.input[0]), dict(options)
         if w.grid(codes).dtype != "int8" and kind != "LEAKY_RELU":
             raise Refused(f"LiteRT computes {node.op_type} in 8 bits alone", "give it 8 bits, or leave it float")
@@ -163,6 +164,7 @@ def _fixed(kind: str, scale: float, zero_point: int) -> Callable[[Writer, NodePr
     """Return the writer of a function whose result has one grid."""
 
     def write(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
+        """Write an op whose result has a grid that is fixed."""
         codes = w.codes(node.input[0])
         options = {}
         if kind == "SOFTMAX":

@@ -199,6 +199,7 @@ def conv_transpose(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     written_shape = (image.batch, *sizes, count)
 
     def written(out: Grid, name: str, activation: int) -> Codes:
+        """Write the layer, and cut off what its padding takes away."""
         cut = sizes != tuple(shape[2:])
         wanted = w.ints(written_shape, f"{name}/sizes")
         own = {**image.options(), "fusedActivationFunction": activation}
@@ -304,6 +305,7 @@ def average_pool(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     taps = image.window[0] * image.window[1]
 
     def written(out: Grid, name: str, activation: int) -> Codes:
+        """Write the pool, and what brings it to another grid."""
         sizes, inner = image.shape(image.channels, shape), name if image.rank == 2 else f"{name}/image"
         if image.grid.same(out) or not counted:
             size = {"filterHeight": image.window[0], "filterWidth": image.window[1]}

@@ -66,6 +66,7 @@ def concat(w: Writer, node: NodeProto, attrs: Attributes) -> Value:
     parts = [w.values[n] if isinstance(w.values[n], Stored) else w.at(w.codes(n), perm) for n in node.input]
 
     def written(out: Grid, name: str, _: int) -> Codes:
+        """Bring the parts to one grid, and join them."""
         tensors = []
         for at, part in enumerate(parts):
             if isinstance(part, Codes):

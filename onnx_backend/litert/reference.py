@@ -147,6 +147,7 @@ def _batch_matmul(call: _Call) -> Array:
 
 def _sum(sign: int) -> Callable[[_Call], Array]:
     def kernel(call: _Call) -> Array:
+        """Return the codes of a call."""
         bits = _ADD_BITS[call.out.dtype]
         twice = 2.0 * max(float(call.grids[0].scale[0]), float(call.grids[1].scale[0]))
         sides = [

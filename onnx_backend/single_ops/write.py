@@ -127,6 +127,7 @@ class _Writer:
         epsilon = next((n for op in ops if op.type == "Add" and (n := self._epsilon(op)) is not None), 0.0)
 
         def nodes() -> Iterator[NodeProto]:
+            """Yield what halves the tables, and the operator."""
             scale = gain
             if added:
                 scale = self.index.fresh(f"{self._name(makes)}/gain")

@@ -14,7 +14,7 @@ from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.numerics.dtypes import BLOCK_FORMATS, BlockFormat, DType, nvfp4
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of, whole_blocks
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import WHOLE, Decision, Plan
 from qsdk.core.planning.ties import JOINS, keeps_grid
 from qsdk.core.site import owner_of, port_of, site_name, without_calls
 from torch_bridge.sim import QuantSim
@@ -261,7 +261,9 @@ def _layer(
     if shared or decision.tied_to is not None:
         raise NoFieldError(f"{', '.join(shared) or decision.tied_to} shares it, and has no codes of its own")
     if decision.input_block is not None:
-        raise NoFieldError('its layer rounds its input to int8 in blocks; choose compute="float32"')
+        whole = decision.input_block == WHOLE
+        how = 'as a whole; choose dynamic_activations="token"' if whole else 'in blocks; choose compute="float32"'
+        raise NoFieldError(f"its layer rounds its input to {'u' * whole}int8 {how}")
     assert spec is not None
     shape, root = tuple(module.get_parameter("weight").shape), sim.graph.sites[site]
     weights = weight_arguments(spec, encodings[site], (shape[0], shape[1]))

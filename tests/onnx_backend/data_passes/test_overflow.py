@@ -70,6 +70,16 @@ def test_other_activations_of_8_bits_overflow_too(config, monkeypatch: pytest.Mo
     assert REASON in qsdk.check_parity(sim, tmp_path / "m.onnx", [X], progress=False).summary["default_session"]
 
 
+def test_a_convolution_with_a_range_of_each_batch_computes_in_floats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(overflow, "products_saturate", lambda: True)
+    layer, x = nn.Conv1d(4, 2, 3), torch.rand(2, 4, 8)
+    torch.nn.init.constant_(layer.weight, 0.5)
+    sim = qsdk.quantize(layer, x, qsdk.QuantConfig(dynamic_activations=True))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert "default_session" not in qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False).summary
+
+
 def test_nothing_is_said_where_products_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overflow, "products_saturate", lambda: False)
     assert "default_session" not in parity(tmp_path, "int8")
