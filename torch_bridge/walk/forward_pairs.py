@@ -366,7 +366,7 @@ class _TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = x.untyped_storage()
             if storage._cdata not in known:
                 self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        if len(self._storages) > 2 * self._pruned_at + 256:
+        if len(self._storages) > 2 * self._pruned_at:
             self._prune()
         return result
 

@@ -426,7 +426,7 @@ def _window(low: _Layer, place: str) -> Lines:
         over = (count - 1) * stride - pad + (kernel - 1) * dilation >= size
         inside += [f"{name} >= 0"] * (pad > 0) + [f"{name} < {size}"] * over
         at = f"(p + j) / {below} % {count} * {stride} - {pad} + k{name} * {dilation}"
-        axes.append((name, kernel, at if count > 1 or kernel > 1 else f"{-pad}"))
+        axes.append((name, kernel, at))
     if inside:
         lines = [f"if ({' && '.join(inside)}) {{", *lines, "} else {", *_loop("c", depth, ["to[c] = 0;"]), "}"]
     lines.append(f"to += {depth};")

@@ -233,7 +233,7 @@ def integer_root(ctx: LoweringContext, name: str) -> str:
     seeds = np.floor(np.sqrt(middle)).astype(np.int64)
     root = gather_table(ctx, seeds, top, name, np.int64)
     if name in ctx.proven:  # not 0, so the root is near the real one from the start
-        ctx.proven[root] = (1 << 30) - (1 << 23), (1 << 31) + (1 << 24)
+        ctx.proven[root] = int(seeds[len(seeds) // 4]), int(seeds[-1])
     for _ in range(2):
         mean = ctx.node("Add", [root, ctx.node("Div", [name, root])])
         root = _shifted_right(ctx, mean, 1)

@@ -170,7 +170,7 @@ def mul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if isinstance(left, Constant):
         left, right = right, left
     if isinstance(right, Constant):
-        return scaled(_summand(node, as_sum(ctx, left)), stored_values(right), 2 if right.coded else 1)
+        return scaled(_summand(node, as_sum(ctx, left)), stored_values(right), 2)
     return _product(ctx, node, left, right)
 
 
@@ -257,7 +257,7 @@ def div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if mapped is not None:
         return mapped
     if isinstance(right, Constant):
-        return scaled(_summand(node, left), 1.0 / stored_values(right), 3 if right.coded else 2)
+        return scaled(_summand(node, left), 1.0 / stored_values(right), 3)
     raise Refused("it divides by an activation", _BETWEEN)
 
 

@@ -37,9 +37,9 @@ def run_teacher_forced(
     watched = simulation_session(with_outputs(integer, names))
     codes = dict(zip(names, watched.run(names, dict(feeds)), strict=True))
     makers = {name: node for node in source.graph.node for name in node.output}
-    quantizers = [node for node in source.graph.node if node.op_type == "QuantizeLinear" and node.output[0] in kept]
+    quantizers = [makers[name] for name in kept]
     dtypes = {name: TensorProto.DataType.Name(found.encoding.dtype).lower() for name, found in kept.items()}
-    cuts = [Cut(name, "", name, name, dtypes[name]) for name in (node.output[0] for node in quantizers)]
+    cuts = [Cut(name, "", name, name, dtypes[name]) for name in kept]
     values = {name: _dequantized(codes[found.name], found) for name, found in kept.items()}
     forced = Teacher(source, cuts, {}, _SIMULATED).run({**feeds, **values})
     rows = []

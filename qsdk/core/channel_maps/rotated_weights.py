@@ -218,6 +218,4 @@ def _obstacle(graph: Graph, op_id: int, root: int, plan: Plan) -> str:
         return f"its input is {decision.spec.dtype}, which outliers cost little"
     if list(stored_readers(graph, root)) != [op_id] or root in graph.output_set:
         return f"{graph.tensors[root].name} is shared: other ops read it as well"
-    if op.attributes.get("transA", 0) or not graph.tensors[x].shape:
-        return "its input is not read along its last axis"
-    return ""
+    return "" if graph.tensors[x].shape else "its input is not read along its last axis"

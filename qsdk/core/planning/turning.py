@@ -38,7 +38,7 @@ def with_turning(
             if index not in groups and op.outputs and (keeps_grid(graph, op) or _scaled(graph, op)):
                 _carry(graph, op, turning)
     return {
-        tensor: replace(decision, turns=turning[tensor]) if tensor in turning and decision.quantized else decision
+        tensor: replace(decision, turns=turning[tensor]) if tensor in turning else decision
         for tensor, decision in decisions.items()
     }
 

@@ -168,6 +168,17 @@ def test_a_group_takes_ops_once():
     assert {miss.pattern for miss in found.near_misses} == {"SiLU"}
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reshape_of_a_stored_tensor_belongs_to_its_one_reader(shared):
+    b = GraphBuilder()
+    alpha = b.op("Reshape", [b.stored("alpha:weight", (8,)), b.stored(None, (2,))])
+    x, sines = b.input(), []
+    for _ in range(1 + shared):
+        sines.append(b.op("Sin", [b.op("Mul", [alpha, x])]))
+    groups = match_supergroups(b.graph(*sines), [Pattern("Wave", op("Sin", product("x", stored("alpha"))))]).groups
+    assert {group.ops for group in groups.values()} == ({(1, 2), (3, 4)} if shared else {(0, 1, 2)})
+
+
 def test_a_cast_that_several_groups_read_stays_outside():
     b = GraphBuilder()
     half = replace(Tensor(""), dtype="float16")

@@ -223,6 +223,16 @@ def attention_like(order: tuple[int, ...], names: str) -> Graph:
     return graph_of([*projections, *rest], {"x": [3, 4]}, ["y"], **weights)
 
 
+def test_numbers_that_other_numbers_are_computed_from_are_not_matched_by_their_results():
+    def shifted(kind: str) -> Graph:
+        nodes = [helper.make_node(kind, ["c"], ["number"]), helper.make_node("Add", ["x", "number"], ["y"])]
+        return graph_of(nodes, {"x": [3, 4]}, ["y"], c=np.float32(4.0))
+
+    left, right = shifted("Neg"), shifted("Sqrt")
+    mapping = match_graphs(left, right)
+    assert {left.tensors[tensor].name for tensor in mapping} == {"x", "y", "number"}
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_equal_siblings_are_told_apart_by_their_use(order: tuple[int, ...]):
     left, right = attention_like((0, 1, 2), "a"), attention_like(order, "b")

@@ -102,6 +102,15 @@ def test_a_full_range_and_a_full_mantissa_have_a_form(lo, hi):
     np.testing.assert_array_equal(written(op, values), exact(op, values))
 
 
+def test_a_channel_without_a_weight_leaves_the_others_their_parts():
+    op = operation(0, 27_153, [[1518500249], [0]], [[38], [1]], [[0], [9]])
+    form = split_products(op)
+    assert form is not None
+    assert len(form.addends) > 1
+    values = drawn_values(op)
+    np.testing.assert_array_equal(written(op, values), exact(op, values))
+
+
 def test_what_has_no_such_form_is_left_to_others():
     assert wide_product(operation(0, 1 << 28, (1 << 31) - 1, 53, 0, "half_even")) is None
     assert wide_product(operation(0, 1 << 28, 1 << 33, 55, 0)) is None
