@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from fake_walk import FakeStep, FakeWalk
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from random_problems import problem_from_moments
 from torch import Tensor
 
 from qsdk import DataError, ModelError, int4, int8
 from qsdk.algorithms.problems.calls import ROWS, gather_patches, sample_positions
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.algorithms.problems.moments import FOLD, Bounds, Moments
+from qsdk.algorithms.solvers.rounding import noise_in
 from qsdk.core.layers.layer_problem import Layer, LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -222,6 +224,21 @@ def test_sums_of_parts_add_up_whatever_the_batches() -> None:
     for name in ("h", "linear", "drifts", "mean", "mean_quantized"):
         torch.testing.assert_close(getattr(sums[0], name), getattr(sums[1], name), rtol=1e-4, atol=1e-3)
     assert sums[0].rows == sums[1].rows == len(x)
+
+
+def test_what_is_left_of_an_input_that_never_varies_is_within_its_noise():
+    x = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = 1000.1
+    means = {"mean": x.mean(0)[None], "mean_quantized": x.mean(0)[None]}
+    layout, spec = WeightLayout("linear", (4, 3)), Spec(int8, PerTensor())
+    weight = torch.randn(1, 4, 3)
+    encoding = encoding_from_range(range_of(weight[0].numpy(), spec), spec)
+    moment = (x.T @ x)[None]
+    problem = problem_from_moments("fc:weight", spec, encoding, layout, weight, moment, moment, moment, 500, **means)
+    assert noise_in(problem) is None
+    noise, left = noise_in(problem.centered()), problem.centered().h
+    assert abs(float(left[0, 1, 1])) <= float(noise[0, 1])
+    assert float(noise[0, 0]) < 0.01 * float(left[0, 0, 0])
 
 
 @pytest.mark.parametrize("few", [0, 100])

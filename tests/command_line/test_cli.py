@@ -275,6 +275,14 @@ def test_validate_finds_nothing_in_what_quantize_wrote(at: Path, capsys):
     assert said(capsys, "validate", "model.onnx", "--strict")[0] == 0
 
 
+def test_kernels_on_codes_are_something_quantized_in_a_file_that_stores_no_codes(tmp_path: Path, capsys):
+    inputs, head = "uint8[2,3] a, uint8[3,4] b, float s, uint8 z", '<ir_version: 10, opset_import: ["" : 21]>'
+    made = "y = QLinearMatMul (a, s, z, b, s, z, s, z)"
+    onnx.save(onnx.parser.parse_model(f"{head} net ({inputs}) => (uint8[2,4] y) {{ {made} }}"), tmp_path / "codes.onnx")
+    main(["validate", str(tmp_path / "codes.onnx")])
+    assert "nothing in the file is quantized" not in capsys.readouterr().err
+
+
 def test_validate_returns_1_on_errors_and_2_on_what_cannot_be_read(at: Path, capsys):
     found = document(capsys, "validate", "conflict.onnx", code=1)
     assert [(row["node"], row["rule"], row["severity"]) for row in found["rows"]] == [

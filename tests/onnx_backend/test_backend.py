@@ -235,6 +235,7 @@ def test_an_error_without_words_is_named_by_its_type(monkeypatch: pytest.MonkeyP
         ([], r"0 inputs are given; the model takes 1: \['x'\]"),
         ([X, X], "2 inputs are given; the model takes 1"),
         ({"w": X}, r"the inputs are \['x'\]; missing \['x'\], unknown \['w'\]"),
+        ({"x": X, "w": X}, r"the inputs are \['x'\]; missing \[\], unknown \['w'\]"),
         ([X.astype(np.float64)], "input 'x' is float64, the model takes FLOAT; convert it"),
         ([X.astype(ml_dtypes.bfloat16)], "input 'x' is bfloat16, the model takes FLOAT; convert it"),
     ],

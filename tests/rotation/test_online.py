@@ -155,6 +155,37 @@ def test_a_failure_leaves_the_sim_as_it_was(calibrated):
     assert torch.equal(sim(IDS), wanted)
 
 
+class Stream(nn.Module):
+    """A residual stream with a layer behind an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.up, self.down = (
+            nn.Linear(8, 16),
+            nn.RMSNorm(16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+        )
+        self.last_norm, self.head = nn.RMSNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return self.head(self.last_norm(x))
+
+
+def test_a_layer_of_a_frozen_weight_gets_no_rotation():
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    sim = qsdk.quantize(Stream(), (x,), qsdk.w8a8())
+    qsdk.calibrate(sim, [(x,)], progress=False)
+    sim.freeze("down:weight")
+    report = qsdk.rotate(sim, [(x,)], online=True, progress=False)
+    assert [row["reason"] for row in online_rows(report)] == ["", "the encoding of down:weight is frozen"]
+    rotations = [name for name, _ in sim.model.named_modules() if name.endswith(".rotation")]
+    assert rotations == ["enter.rotation"]
+
+
 @pytest.mark.slow
 def test_a_frozen_weight_keeps_its_input(calibrated):
     sim = copy.deepcopy(calibrated[1])

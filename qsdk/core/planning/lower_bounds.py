@@ -150,8 +150,10 @@ class _Pair:
 
 def _pair(graph: Graph, op: Op | None) -> _Pair | None:
     """Return the pair that ends in an op, None if it ends none."""
-    quantize = None if op is None or op.type != "DequantizeLinear" else graph.maker(op.inputs[0])
-    if op is None or op.inputs[0] is None or quantize is None or quantize.type != "QuantizeLinear":
+    if op is None or op.type != "DequantizeLinear" or op.inputs[0] is None:
+        return None
+    quantize = graph.maker(op.inputs[0])
+    if quantize is None or quantize.type != "QuantizeLinear":
         return None
     (scale, zero), written = ([graph.scalar(t) for t in (*end.inputs[1:3], None)[:2]] for end in (op, quantize))
     codes = _CODES.get(graph.tensors[op.inputs[0]].dtype)

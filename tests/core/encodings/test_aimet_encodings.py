@@ -320,6 +320,13 @@ def test_one_entry_per_tensor():
         }
 
 
+def test_blocks_of_a_tensor_without_channels_need_a_version_that_says_their_axes():
+    path = next(p for p in FILES if p.stem == "blocks.1.0.0")
+    one = [replace(tensor, channel_axis=None) if tensor.site == "mm1:weight" else tensor for tensor in facts()]
+    (words,) = read_any(path.read_text(), path.name, one).misfits.values()
+    assert words == "it has no channels that blocks could divide; use a version with axes, 2.0.0"
+
+
 def test_names_and_counts_that_fit_nothing_are_listed():
     text = file_with("1.0.0", scale=[0.1, 0.2], offset=[-128] * 2).replace('"conv.weight"', '"conv.wait"')
     stored = read_any(text, "e.json", facts())

@@ -31,6 +31,16 @@ def test_channels_of_a_concat_are_those_of_its_parts():
     assert group.members[parts[1]].ids.reshape(-1).tolist() == [4, 5]
 
 
+def test_a_tensor_that_is_joined_with_itself_has_its_own_channels_twice():
+    b = GraphBuilder()
+    part = b.conv(b.input(), "conv", outputs=3)
+    joined = b.op("Concat", [part, part], "joined:output", (1, 6, 8, 8), axis=1)
+    last = b.op("Conv", [joined, b.stored("last:weight", (5, 6, 3, 3))], "last:output", (1, 5, 8, 8))
+    (group,) = [group for group in find_scale_groups(b.graph(last)) if joined in group.members]
+    assert (group.blocked, group.channels) == ("", 3)
+    assert group.members[joined].ids.reshape(-1).tolist() == [0, 1, 2, 0, 1, 2]
+
+
 @pytest.mark.parametrize(("shape", "channels"), [((1, 2, 5, 4), 8), ((1, 5, 4), 4), (None, None)])
 def test_a_product_of_two_layers_has_common_factors_where_its_rank_is_known(shape, channels):
     b = GraphBuilder()

@@ -146,3 +146,16 @@ def test_what_pads_with_zeros_is_bounded_by_0():
     square = [*nodes_of("Square", ["x", "x"], "t0"), *nodes_of("Add", ["t0", "some"], "t1")]
     graph = read_graph(make_model([*square, pad], {"x": [3, 4]}, {"p": [3, 5]}, STORED))
     assert lower_bounds(graph)[next(i for i, t in enumerate(graph.tensors) if t.name == "p")] == 0.0
+
+
+def test_a_row_of_random_numbers_less_the_largest_has_a_0():
+    node = helper.make_node
+    nodes = [node("RandomUniform", [], ["r"], shape=[3, 4]), node("ReduceMax", ["r", "last"], ["most"])]
+    nodes += [
+        node("Sub", ["r", "most"], ["less"]),
+        node("Exp", ["less"], ["e"]),
+        node("ReduceSum", ["e", "last"], ["s"]),
+    ]
+    graph = read_graph(make_model(nodes, {"x": [3, 4]}, {"s": [3, 1]}, STORED))
+    found = {graph.tensors[tensor].name: bound for tensor, bound in lower_bounds(graph).items()}
+    assert found["s"] == pytest.approx(1.0)

@@ -115,7 +115,8 @@ def three_axes():
     net = Net(7)
     x = net.qdq(net.input([1, 2, 4, 5, 6]), 0.031, 100)
     weight, _ = net.weight((4, 1, 2, 3, 3), 0)
-    y = net.qdq(net.op("Conv", x, weight, pads=[1, 0, 1, 0, 1, 1], strides=[2, 1, 2], group=2), 0.04, 128)
+    window = {"pads": [1, 0, 1, 0, 1, 1], "strides": [2, 1, 2], "dilations": [2, 1, 1]}
+    y = net.qdq(net.op("Conv", x, weight, group=2, **window), 0.04, 128)
     net.output(y, [1, 4, None, None, None])
     return net.model(), {"x": floats((1, 2, 4, 5, 6))}
 

@@ -65,7 +65,7 @@ def test_roundings_where_ties_occur(rounding, tmp_path):
     assert [op["attributes"]["rounding"] for op in made.ops if op["op"] == "Requantize"] == [rounding]
 
 
-@pytest.mark.parametrize("name", ["cnn of int8", "16 bits"])
+@pytest.mark.parametrize("name", ["cnn of int8", "16 bits", "three axes"])
 def test_integer_edges(name, tmp_path):
     compare(*IN_C[name](), tmp_path, "-O3", edges="integer")
 

@@ -128,6 +128,20 @@ def test_where_nothing_is_compared_nothing_passes():
         check_session(lowered("w8a8"), [IMAGES[:0]], progress=False)
 
 
+def test_a_model_that_also_names_its_classes_has_parity(tmp_path):
+    stored = {"w": np.eye(4, dtype=np.float32), "none": np.zeros(1, np.float32)}
+    names = [helper.make_tensor(name, TensorProto.STRING, [1], [name.encode()]) for name in ("cat", "dog")]
+    nodes = [node("MatMul", ["x", "w"], ["y"]), node("Greater", ["y", "none"], ["more"])]
+    nodes.append(node("Where", ["more", "cat", "dog"], ["label"]))
+    model = make_model(nodes, {"x": ["n", 4]}, {"y": ["n", 4]}, stored)
+    model.graph.initializer.extend(names)
+    model.graph.output.append(helper.make_tensor_value_info("label", TensorProto.STRING, ["n", 4]))
+    sim, data = qsdk.quantize(model, None), [VECTORS[:, :4]]
+    qsdk.calibrate(sim, data, progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", data, progress=False).summary["passed"]
+
+
 def test_an_output_that_is_nan_never_passes():
     sim = qsdk.quantize(mlp(), None, w8a8().override("*", activation="float32"))
     qsdk.calibrate(sim, [VECTORS], progress=False)

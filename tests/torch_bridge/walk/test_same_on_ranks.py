@@ -10,6 +10,7 @@ import torch.multiprocessing
 from rank_group import in_process_group
 
 import qsdk
+from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 
 
 def on_rank(rank: int, store: str, out: str) -> None:
@@ -35,6 +36,11 @@ def on_rank(rank: int, store: str, out: str) -> None:
 
     found = in_process_group(work, rank=rank, size=2, store=store)
     Path(f"{out}-{rank}").write_text(json.dumps(found))
+
+
+def test_one_process_alone_asks_nothing_of_its_sim():
+    given = object()
+    assert same_on_ranks(lambda sim: sim)(given) is given
 
 
 @pytest.mark.slow
