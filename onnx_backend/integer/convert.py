@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import ModelProto, TensorProto, helper, inliner
+from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 
-from onnx_backend.integer.codegen.equal_ranks import with_equal_ranks
 from onnx_backend.integer.codegen.expand import expand, live
 from onnx_backend.integer.codegen.runtime import CONTRIB, KernelChoice
 from onnx_backend.integer.exact_products import products_saturate
@@ -28,8 +28,10 @@ from onnx_backend.integer.portable.rewrite import evaluable, proven_bounds, rewr
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
 from onnx_backend.proto.companion import ENCODINGS_KEY
 from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.inputs import static_sizes
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
+from onnx_backend.proto.weightless import inferred_skeleton, skeleton
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.numerics.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
@@ -332,3 +334,59 @@ def _report(integer: ModelProto, certificate: dict[str, Any], edges: str) -> Rep
     }
     rows += [{**dict.fromkeys(_COLUMNS), "node": name, "form": "float"} for name in certificate["float_nodes"]]
     return Report("Integer-only model", rows, summary)
+
+
+# --- stored numbers of the rank of what they meet ---------------------------------------------------------------------
+
+
+_ELEMENTWISE = frozenset({"Add", "BitShift", "BitwiseAnd", "Div", "Equal", "Mul", "Sub"})
+
+
+def with_equal_ranks(model: ModelProto, known: Mapping[str, Sequence[int | None]]) -> None:
+    """Replace single stored numbers beside tensors whose last axis has one element, in place.
+
+    ONNX Runtime broadcasts them ten times as fast: between such a tensor and a number without axes, its kernels go
+    element by element.
+
+    Args:
+        model: an integer model.
+        known: sizes of tensors that shape inference does not find, behind kernels of the runtime.
+    """
+    single = {t.name: t for t in model.graph.initializer if not t.dims}
+    places = [
+        (node, i)
+        for node in model.graph.node
+        if node.op_type in _ELEMENTWISE and not node.domain and len(node.input) == 2
+        for i in (0, 1)
+        if node.input[i] in single and node.input[1 - i] not in single
+    ]
+    if not places:
+        return
+    sizes = _sizes(model, known)
+    made: dict[tuple[str, int], str] = {}
+    taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
+    for node, i in places:
+        other = sizes.get(node.input[1 - i], ())
+        if len(other) < 2 or other[-1] != 1:
+            continue
+        key = node.input[i], len(other)
+        if key not in made:
+            name = f"{node.input[i]}.rank{len(other)}"
+            while name in taken:
+                name += "_"
+            made[key] = name
+            array = numpy_helper.to_array(single[node.input[i]])
+            model.graph.initializer.append(numpy_helper.from_array(np.reshape(array, [1] * len(other)), name))
+        node.input[i] = made[key]
+    read = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+
+
+def _sizes(model: ModelProto, known: Mapping[str, Sequence[int | None]]) -> dict[str, tuple[int | None, ...]]:
+    stated = skeleton(model, value_info=False)
+    results = {name for node in model.graph.node for name in node.output} - {o.name for o in model.graph.output}
+    for name in sorted(results.intersection(known)):
+        stated.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.UINT8, list(known[name])))
+    return static_sizes(inferred_skeleton(stated))

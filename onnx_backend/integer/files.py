@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,6 @@ from onnx import ModelProto
 
 from onnx_backend.integer.convert import IntegerResult, convert
 from onnx_backend.integer.decompose.prepare import prepare
-from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file, require_straight
 from onnx_backend.integer.verify.measure import compare_runtimes, measure, measured_inputs
 from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
@@ -19,7 +18,9 @@ from onnx_backend.passes.in_float32 import in_float32
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.passes.static_sizes import propagate_static_sizes
 from onnx_backend.proto import model_io
-from onnx_backend.proto.inputs import open_inputs, with_shapes
+from onnx_backend.proto.inputs import noted_example, open_inputs, with_shapes
+from onnx_backend.runtime.feeds import as_feeds
+from onnx_backend.runtime.session import simulation_session
 from qsdk.core.atomic_files import write_with_companions
 from qsdk.core.errors import ConfigError, IntegerError, QsdkError
 from qsdk.core.report import Report
@@ -167,3 +168,45 @@ def _runtimes(result: IntegerResult, standard: ModelProto | None, inputs: Mappin
 
 def _in_words(runtimes: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{row['runtime']} {row['version']}" for row in runtimes if row["equal"])
+
+
+# --- sizes of open axes, where the conversion needs them --------------------------------------------------------------
+
+
+_FIRST, _TRIAL = 2, (16, 32)  # sizes of a first axis and of others with which a refusal is tried again
+
+
+def sizes_of(model: ModelProto, batch: Any) -> list[dict[str, list[int | None]]]:
+    """Return the sizes of a batch for inputs with open axes: with the first axes left open, and all fixed."""
+    feeds = as_feeds(batch, simulation_session(model).get_inputs(), "batch 0 of data=")
+    return _in_turn(open_inputs(model), {name: value.shape for name, value in feeds.items()})
+
+
+def sizes_of_example(model: ModelProto) -> list[dict[str, list[int | None]]]:
+    """Return the sizes of the example that a model was quantized with, as `sizes_of`; none if the file has none."""
+    found = noted_example(model)
+    return _in_turn(open_inputs(model), found) if found else []
+
+
+def _in_turn(
+    wanted: Mapping[str, Sequence[int | None]], found: Mapping[str, Sequence[int]]
+) -> list[dict[str, list[int | None]]]:
+    given: dict[str, list[int | None]] = {name: [int(n) for n in found[name]] for name in wanted if name in found}
+    first = {name: [wanted[name][0], *sizes[1:]] for name, sizes in given.items()}
+    return [first, given] if first != given else [given]
+
+
+def trial_sizes(model: ModelProto) -> Iterator[dict[str, list[int]]]:
+    """Yield sizes that a model may accept: open axes of the same name are equal."""
+    for size in _TRIAL:
+        yield {
+            name: [known or (_FIRST if axis == 0 else size) for axis, known in enumerate(sizes)]
+            for name, sizes in open_inputs(model).items()
+        }
+
+
+def in_words(sizes: Mapping[str, Sequence[int | None]]) -> tuple[str, str]:
+    """Return sizes in the form of `shapes=` and of `--shape`, `?` for an open one."""
+    texts = {name: ["?" if size is None else str(size) for size in given] for name, given in sizes.items()}
+    call = ", ".join(f'"{name}": ({", ".join(given)})' for name, given in texts.items())
+    return f"shapes={{{call}}}", " ".join(f"--shape {name}={','.join(given)}" for name, given in texts.items())

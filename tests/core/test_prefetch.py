@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from qsdk.core.prefetch import prefetch
+from onnx_backend.calibration.observe import prefetch
 
 
 def failing_at(last: int, read: list[int]):

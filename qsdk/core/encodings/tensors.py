@@ -6,11 +6,10 @@ from difflib import get_close_matches
 
 from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import FileFormatError
-from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel
-from qsdk.core.planning.folded import fold_constants
 from qsdk.core.planning.from_encodings import bias_parts, misfit
 from qsdk.core.planning.graph_matching import match_graphs
 from qsdk.core.planning.operands import operands_of
@@ -316,3 +315,35 @@ def _listed(kind: str, problems: Iterable[tuple[str, tuple[str, str]]]) -> str:
     result = [f"{name} ({why})" for name, (what, why) in problems if what == kind]
     title = "no tensor of that name" if kind == UNMATCHED else "not of the tensor's shape"
     return f"  {len(result)} {title}: {', '.join(result)}\n" if result else ""
+
+
+# --- as an exporter that folds constants sees a graph -----------------------------------------------------------------
+
+
+_SIZED = frozenset({"Expand", "Reshape", "Tile"})  # their sizes are constants in a file with fixed input sizes
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """Return a graph in which sites that depend on stored tensors alone are stored themselves; ids and sites stay."""
+    derived = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
+    for op in graph.ops:
+        read = _data(op)
+        if read and derived.issuperset(read) and graph.output_set.isdisjoint(op.outputs):
+            derived.update(op.outputs)
+    stored = {index for index in derived if graph.tensors[index].constant or graph.tensors[index].site is not None}
+    tensors = [replace(tensor, constant=index in stored) for index, tensor in enumerate(graph.tensors)]
+    return replace(graph, tensors=tensors, ops=_live_ops(graph, stored))
+
+
+def _data(op: Op) -> list[int]:
+    return [tensor for tensor in op.inputs[: 1 if op.type in _SIZED else None] if tensor is not None]
+
+
+def _live_ops(graph: Graph, stored: set[int]) -> list[Op]:
+    """Return the ops that lead to an output, without those that compute stored tensors."""
+    wanted, kept = set(graph.outputs), []
+    for op in reversed(graph.ops):
+        if wanted.difference(stored).intersection(op.outputs):
+            wanted.update(tensor for tensor in op.inputs if tensor is not None)
+            kept.append(op)
+    return kept[::-1]
