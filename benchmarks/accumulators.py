@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from deployed_networks import NETWORKS as DEPLOYED
 from deployed_networks import settled
 from ptq_networks import NETWORKS, accuracy, calibration, trained, training_set
-from qat_accuracy import batches
-from torch import nn
+from qat_accuracy import batches, train
 
 import qsdk
 from qsdk.core.layers.accumulators import bits_for
@@ -44,20 +42,6 @@ def proven_bits(sim: QuantSim) -> int:
     return max(bits_for(bound) for row in rows if "weight_bits" in row for bound in row["accumulator_bounds"])
 
 
-def train(sim: QuantSim, network: nn.Module, steps: int, limits: dict[str, Any]) -> None:
-    """Train a sim under the bound."""
-    with sim.training(learn_scales=True, **limits):
-        optimizer = torch.optim.Adam(sim.parameter_groups(lr=RATE, scale_lr=RATE))
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for x, y in batches(*training_set(), steps, 0):
-            found = qsdk.distill_loss(sim, network, x, temperature=2.0)
-            loss = found.loss + F.cross_entropy(found.outputs, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            decay.step()
-
-
 def measured(name: str, steps: int, limits: dict[str, Any]) -> dict[str, float]:
     """The accuracies of one network."""
     network = load_pretrained() if name == "demo" else trained(name)
@@ -71,7 +55,7 @@ def measured(name: str, steps: int, limits: dict[str, Any]) -> dict[str, float]:
     qsdk.gptq(sim, data, progress=False, **limits)
     result |= {"bits_before": before, "w8a8_gptq": accuracy(free), "gptq": accuracy(sim), "proven": proven_bits(sim)}
     if steps:
-        train(sim, network, steps, limits)
+        train(sim, network, batches(*training_set(), steps, 0), RATE, RATE, limits)
         result |= {"trained": accuracy(sim), "proven_trained": proven_bits(sim)}
     best = max(result["gptq"], result.get("trained", 0.0))
     return {**{key: round(value, 2) for key, value in result.items()}, "lost": round(result["float"] - best, 2)}

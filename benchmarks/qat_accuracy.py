@@ -10,6 +10,7 @@ import copy
 import json
 import statistics
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,19 +52,31 @@ def batches(images: Tensor, labels: Tensor, steps: int, seed: int) -> list[tuple
     return [(images[i].flip(3) if n % 2 else images[i], labels[i]) for n, i in enumerate(picked)]
 
 
-def trained(start: QuantSim, network: nn.Module, steps: int, seed: int, data: tuple[Tensor, Tensor]) -> float:
-    """The accuracy in percent after training a copy of the sim."""
-    sim = copy.deepcopy(start)
-    with sim.training(learn_scales=True):
-        optimizer = torch.optim.Adam(sim.parameter_groups(lr=RATE, scale_lr=SCALE_RATE))
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for x, y in batches(*data, steps, seed):
+def train(
+    sim: QuantSim,
+    network: nn.Module,
+    data: list[tuple[Tensor, Tensor]],
+    rate: float,
+    scale_rate: float,
+    limits: dict[str, Any],
+) -> None:
+    """Train a sim on labels and on the outputs of its float network, `limits` its options."""
+    with sim.training(learn_scales=True, **limits):
+        optimizer = torch.optim.Adam(sim.parameter_groups(lr=rate, scale_lr=scale_rate))
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(data))
+        for x, y in data:
             found = qsdk.distill_loss(sim, network, x, temperature=2.0)
             loss = found.loss + F.cross_entropy(found.outputs, y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             decay.step()
+
+
+def trained(start: QuantSim, network: nn.Module, steps: int, seed: int, data: tuple[Tensor, Tensor]) -> float:
+    """The accuracy in percent after training a copy of the sim."""
+    sim = copy.deepcopy(start)
+    train(sim, network, batches(*data, steps, seed), RATE, SCALE_RATE, {})
     return accuracy(sim)
 
 

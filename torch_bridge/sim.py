@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, DataError, ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.accumulators import fitted_encoding, limited_layers, require_bits, require_fits
 from qsdk.core.layers.expected_means import FoldedNorm
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.exact_sums import on_exact_sums, with_exact_sums
 from qsdk.core.numerics.spec import PerBlock
+from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.patterns.experts import tokens_remark
 from qsdk.core.planning.plan import Plan, coverage_report
 from qsdk.core.report import Report
@@ -44,7 +46,6 @@ from torch_bridge.torch_values.layers import relu6_bounds, set_relu6_bounds
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
 from torch_bridge.torch_values.sharding import require_not_sharded
 from torch_bridge.tracing.trace import Trace, fingerprint, trace_marked
-from torch_bridge.training.accumulators import limited_sums, write_limited
 from torch_bridge.training.training import (
     ScheduleState,
     active_norms,
@@ -192,7 +193,7 @@ class QuantSim(StatefulSim):
         self.__dict__.update(state)
         fold_norms(self.model)  # a copy is not in the training block of the original
         leave_training(self.model, list(self.quantizers.values()))
-        write_limited(self)
+        _write_limited(self)
         self.given.end_recording(self.model)
         guard_values(self.model, self._frozen_values, lambda: self._frozen_values)  # copied tensors have no hooks
         link_sim(self.model, self)
@@ -385,7 +386,7 @@ class QuantSim(StatefulSim):
         entering = ExitStack()
         entering.enter_context(self.alone())
         with (
-            limited_sums(self, accumulator_bits, accumulator_tile),
+            _limited_sums(self, accumulator_bits, accumulator_tile),
             entering,
             holding_values(self.model, self.frozen_values),
             self.given.recording_changes(self.model, rounds=False, moved=lambda: self.original_biases.clear()),
@@ -479,3 +480,59 @@ def plain_copy(sim: QuantSim, *, in_float: bool) -> nn.Module:
     fold_norms(copied)
     unwrap_model(copied)
     return copied
+
+
+# --- weights within the limit for accumulators of few bits, while they train (A2Q+) -----------------------------------
+
+
+@contextmanager
+def _limited_sums(sim: QuantSim, bits: int | None, tile: int | None) -> Iterator[None]:
+    """Have weights read within the limit for accumulators of some bits inside the block, and stored so at its end.
+
+    Scales that are not frozen are fitted to it first. The gradient passes straight through to the weights, also to
+    those that lose their codes.
+
+    Raises:
+        ConfigError: a layer that cannot have such accumulators; nothing is changed then.
+    """
+    require_bits(bits, tile)
+    if bits is None:
+        yield
+        return
+    _limit(sim, bits, tile)
+    try:
+        yield
+        _write_limited(sim)
+    finally:
+        for quantizer in sim.quantizers.values():
+            quantizer.limit = None
+
+
+def _limit(sim: QuantSim, bits: int, tile: int | None) -> None:
+    layers = limited_layers(sim, bits, tile)
+    for layer, _ in layers.values():
+        if reason := reason_codes_get_lost(layer.spec, layer.dtype):
+            raise ConfigError(f"{layer.site}: accumulators of {bits} bits cannot be promised: {reason}")
+    require_fits(sim, bits, tile, sim.frozen_values)
+    encodings, stored = sim.encodings, sim.stored_floats(list(layers))
+    for site, (layer, limit) in layers.items():
+        if site in sim.frozen_values:
+            continue
+        quantizer = sim.quantizers[site]
+        if site in encodings and not quantizer.is_frozen and quantizer.owns_encoding:
+            weight = layer.layout.to_matrix(stored[site])
+            quantizer.replace_encoding(fitted_encoding(encodings[site], weight, layer.layout, layer.spec, limit))
+        quantizer.limit = layer.layout, limit
+
+
+def _write_limited(sim: QuantSim) -> None:
+    """Store what weights with a limit are read as, and freeze their encodings: others would have other codes."""
+    limited = {site: quantizer for site, quantizer in sim.quantizers.items() if quantizer.limit is not None}
+    stored = sim.stored_floats(list(limited))
+    for site, values in stored.items():
+        quantizer = limited[site]
+        with torch.no_grad():
+            read = quantizer(torch.from_numpy(values).to(quantizer.scale_and_zero_point()[0].device))
+        sim.store_floats({site: read.cpu().numpy()})
+        quantizer.replace_encoding(replace(quantizer.encoding(), frozen=True))
+        quantizer.limit = None

@@ -227,8 +227,8 @@ def open_unplanned(
         return _opened(model, where, config, example, fold_batch_norm)
     except QsdkError:
         raise
-    except Exception:
-        _require_loadable(model, where)  # a broken file fails anywhere: the runtime's message names the cause
+    except Exception:  # a broken file fails anywhere, with any type: the runtime's message names the cause
+        _require_loadable(model, where)
         raise
 
 

@@ -99,7 +99,7 @@ class OpenVinoRunner:
             core = self.openvino.Core()
             with kept_signal_stack():
                 return core.compile_model(core.read_model(model.SerializeToString()), "CPU", self.options)
-        except Exception as error:
+        except Exception as error:  # the runtime's exceptions have no common type
             raise ModelError(f"{self.title} cannot compile the model: {_in_short(error)}") from error
 
 

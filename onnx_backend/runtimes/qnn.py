@@ -145,7 +145,7 @@ class QnnRunner:
         try:
             options.add_provider_for_devices([_device(self.package)], backend)
             return ort.InferenceSession(model.SerializeToString(), options)
-        except Exception as error:
+        except Exception as error:  # the runtime's exceptions have no common type
             raise ModelError(f"{self.title} cannot compile the model: {error}") from error
 
 

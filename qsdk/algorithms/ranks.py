@@ -117,7 +117,7 @@ def telling_others() -> Iterator[None]:
     """Tell the other ranks of an error inside the block, which they learn when they next compare positions."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any type: the other ranks wait for this one
         if world_size() > 1:
             at_layers([], None, error)  # raises it
         raise

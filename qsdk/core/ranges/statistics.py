@@ -314,7 +314,7 @@ def merge_over_ranks(observe: Callable[[], Statistics], gather: Gather) -> Stati
     """Observe the data of this rank, and return the statistics of all ranks together."""
     try:
         own = observe()
-    except Exception as error:
+    except Exception as error:  # of any type: the other ranks wait for this one
         gather(_Failure(str(error)))
         raise
     everyone = gather(own)
