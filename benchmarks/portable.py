@@ -4,20 +4,23 @@ One JSON line per network; names on the command line choose among them (`demo`, 
 integer_metrics.py). `portable / standard` is the median over rounds of the ratio of processor times on one thread, both
 sessions in turn; the target is at most 1.5 on the demo network. `differing` counts the output integers that are not
 those of the standard target in ONNX Runtime, over whole batches behind integer edges: 0 is the target on every runtime.
+IREE and tract are fetched, and left out where their wheels are for another Python. A text is what stopped a runtime.
 """
 
 import json
+import platform
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from onnx.reference import ReferenceEvaluator
 
 import qsdk
 
@@ -26,10 +29,14 @@ from integer_metrics import NETWORKS, w8a8_in
 
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 from every_runtime import onnxruntime, openvino
+from fetch import fetch_runtimes
 
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.runtimes.iree import IreeRunner
+from onnx_backend.runtimes.tract import TractRunner
 
 Feeds = Mapping[str, np.ndarray]
+Run = Callable[[onnx.ModelProto, Feeds], list[np.ndarray]]
 ROUNDS, BATCHES = 25, 2
 MOST = 64  # rows of a batch
 TARGET = {"portable / standard": 1.5, "differing": 0}
@@ -70,12 +77,24 @@ def on_numpy(model: onnx.ModelProto, feeds: Feeds) -> list[np.ndarray]:
     return [found[info.name] for info in model.graph.output]
 
 
-def differing(run: Callable[[onnx.ModelProto, Feeds], list[np.ndarray]], model: onnx.ModelProto, wanted: list) -> int:
-    return sum(
-        int((one != other).sum())
-        for feeds, expected in wanted
-        for one, other in zip(run(model, feeds), expected, strict=True)
-    )
+def runtimes() -> Iterator[tuple[str, Run]]:
+    yield from {"onnxruntime": onnxruntime, "openvino": openvino, "numpy": on_numpy}.items()
+    yield "onnx.reference", lambda model, feeds: list(ReferenceEvaluator(model).run(None, dict(feeds)))
+    if (sys.version_info[:2], sys.platform, platform.machine()) == ((3, 11), "linux", "x86_64"):
+        sys.path.extend(fetch_runtimes())
+        yield "iree", lambda model, feeds: IreeRunner(model).run(feeds)
+        yield "tract", lambda model, feeds: TractRunner(model).run(feeds)
+
+
+def differing(run: Run, model: onnx.ModelProto, wanted: list) -> int | str:
+    try:
+        return sum(
+            int((one != other).sum())
+            for feeds, expected in wanted
+            for one, other in zip(run(model, feeds), expected, strict=True)
+        )
+    except qsdk.QsdkError as error:
+        return str(error)
 
 
 def measured(name: str, folder: Path) -> dict[str, object]:
@@ -91,10 +110,9 @@ def measured(name: str, folder: Path) -> dict[str, object]:
         reports[f"{target} seconds"] = time.perf_counter() - start
     batches = [codes(models["standard"], feeds) for feeds in given]
     wanted = [(feeds, onnxruntime(models["standard"], feeds)) for feeds in batches]
-    runtimes = {"onnxruntime": onnxruntime, "openvino": openvino, "numpy": on_numpy}
     return {
         "portable / standard": round(ratio(models["portable"], models["standard"], batches[0]), 2),
-        "differing": {key: differing(run, models["portable"], wanted) for key, run in runtimes.items()},
+        "differing": {key: differing(run, models["portable"], wanted) for key, run in runtimes()},
         "integers": sum(values.size for _, found in wanted for values in found),
         "nodes": {target: len(models[target].graph.node) for target in models},
         "conversion seconds": {t: round(reports[f"{t} seconds"], 1) for t in models},

