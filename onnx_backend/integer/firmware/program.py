@@ -137,7 +137,12 @@ class _Writer:
         elif node.op_type == "DequantizeLinear" and node.output[0] in outputs:
             self._outputs[node.output[0]] = self._edge(node.input[0], node.output[0], *self._encoding(node))
         else:
-            self._add(node.op_type, label_of(node), node.input, node.output, attributes(node))
+            facts = attributes(node)
+            if node.op_type == "Cast":  # the portable model holds uint32 in int32
+                self._dtypes[node.output[0]] = np.dtype(helper.tensor_dtype_to_np_dtype(facts["to"])).name
+            elif node.op_type == "BitShift" and node.input[0] in self._dtypes:
+                self._dtypes[node.output[0]] = self._dtypes[node.input[0]]
+            self._add(node.op_type, label_of(node), node.input, node.output, facts)
 
     def recorded(self, op: Recorded) -> None:
         """Add an operation of the conversion."""

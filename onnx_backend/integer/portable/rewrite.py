@@ -170,12 +170,12 @@ class Rewriter:
         own = self.bounds.get(name, (lo, hi))
         value = replace(value, lo=max(value.lo, lo, own[0]), hi=min(value.hi, hi, own[1]))
         self.numbers[name] = value
-        if kind in WIDE:
+        if kind in WIDE and (kind != TensorProto.UINT32 or name in self.outputs):
             if name in self.outputs:
                 self.b.write("Cast", [self.arithmetic.flat(value)], name, to=kind)
             return
         whole = self.arithmetic.flat(value)
-        if kind != TensorProto.INT32:
+        if kind not in (TensorProto.INT32, TensorProto.UINT32):
             self.b.write("Cast", [whole], name, to=kind)
         else:
             self.b.write("Identity", [whole], name)
