@@ -36,7 +36,8 @@ for name, (model, x) in networks.items():
     assert report.summary["passed"], report
     changed = qsdk.quantize(f"{folder}/{name}.onnx", None)
     assert qsdk.check_parity(changed, f"{folder}/{name}.onnx", [{"input": x.numpy()}], runtime="iree").summary["passed"]
-    found = qsdk.to_integer(f"{folder}/{name}.onnx", f"{folder}/integer.onnx", target="portable", edges="integer").summary
+    path, options = f"{folder}/integer.onnx", {"target": "portable", "edges": "integer"}
+    found = qsdk.to_integer(f"{folder}/{name}.onnx", path, **options).summary
     assert found["same_integers_on"].endswith("iree 3.13.0, tract 0.22.4"), found
 """
 
