@@ -1,4 +1,4 @@
-"""Memory and time from a checkpoint folder to a W4A16 file, for decoders of TinyLlama's shape with random weights.
+"""Memory and time from a checkpoint folder to 4-bit files, for decoders of TinyLlama's shape with random weights.
 
 One JSON line at the end, and each row on stderr as it is done. Per number of layers (6, 11 and 22, the last of 1.1
 billion parameters, in bfloat16): the bytes of the weights, the largest resident size of the process, both in MiB, and
@@ -6,7 +6,9 @@ the processor time over that of the fewest layers. Each runs in a process of its
 one. Targets: at most 1536 MiB by round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of
 layers, and time in proportion to them.
 
-`python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers.
+`python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers, `rtn-genai` and `gptq-genai`
+write a folder for onnxruntime-genai in the place of an ONNX file, with its last check, whose runtime is a process of
+its own and not counted.
 """
 
 import json
@@ -32,19 +34,22 @@ def write_checkpoint(folder: str, layers: int) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder, max_shard_size="600MB")
 
 
-def quantize(folder: str, out: str, method: str) -> None:
+def quantize(folder: str, out: str, name: str) -> None:
     """Print the largest resident size in MiB and the processor time in seconds."""
     import torch
 
     import qsdk
 
     torch.set_num_threads(1)
+    method, _, form = name.partition("-")
     batches, length = TOKENS[method]
     torch.manual_seed(0)
     data = [{"input_ids": torch.randint(0, 32000, (1, length))} for _ in range(batches)]
     begun = time.process_time()
-    config, verbs = qsdk.w4a16(block_size=32), ["gptq"] if method == "gptq" else []
-    qsdk.quantize_checkpoint(folder, out, config, data=data, verbs=verbs, max_memory=200 << 20, progress=False)
+    config, options = qsdk.w4a16(block_size=32), {"verbs": ["gptq"] if method == "gptq" else [], "data": data}
+    if form:
+        config, options = config.for_dialect(form), {**options, "format": form}
+    qsdk.quantize_checkpoint(folder, out, config, max_memory=200 << 20, progress=False, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(json.dumps({"peak_mib": peak, "seconds": time.process_time() - begun}))
 

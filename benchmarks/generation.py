@@ -3,10 +3,11 @@
 One JSON line. `decoder`: 8 layers of 512 with random weights, int4 in blocks of 32; tokens a second of ours over the
 builder's, for decoding and for prompts of 128 and 512 tokens, on one and two threads (medians of interleaved rounds),
 bytes of the folders, and nodes. `stories`: perplexity of stories15M on 64 stories that it has told itself, over that of
-the float model: the builder's round to nearest, ours to nearest, by gptq, and to nearest with 4 bits for the embedding
-too, each as its folder computes. `tied`: what it means that an output layer that is the embedding rounds its input to
-int8: decibels of that rounding alone, of the folder from the sim (codes of all layers that turned add up), and tokens
-a second over those of a head in floats.
+the float model, as each folder computes it: the builder's round to nearest, and ours to nearest, with the ranges of the
+builder's k-quant and by gptq on 192 texts that the model wrote, with zero points and without, with 8 bits for the
+embedding and with 4; bytes and tokens a second over the builder's. `tied`: what it means that an output layer that is
+the embedding rounds its input to int8: decibels of that rounding alone, of the folder from the sim (codes of all layers
+that turned add up), and tokens a second over those of a head in floats.
 `experts`: two layers of 256 with 8 experts of 512, 2 of them for a token, int4: tokens a second with one QMoE a layer
 over those of the nodes that it stands for, on one thread, with nodes and bytes of both folders.
 `python benchmarks/generation.py decoder`, `stories`, `tied` or `experts` measures one. Targets: 1.0 or more of the
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +33,7 @@ import numpy as np
 import onnx
 import onnxruntime_genai as og
 import torch
+from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 import qsdk
@@ -96,14 +100,14 @@ def seconds(model: Any, prompt: int) -> tuple[float, float]:
     return first - started, (time.perf_counter() - first) / STEPS
 
 
-def speed(theirs: Path, ours: Path) -> dict[str, float]:
+def speed(theirs: Path, ours: Path, prompts: Sequence[int] = PROMPTS) -> dict[str, float]:
     """Return tokens a second of our folder over those of theirs."""
     found = {}
     for threads in (1, 2):
         models = [opened(folder, threads) for folder in (theirs, ours)]
         rows: dict[str, list[tuple[float, ...]]] = {}
         for _ in range(ROUNDS):
-            for prompt in PROMPTS:
+            for prompt in prompts:
                 (prompt_a, step_a), (prompt_b, step_b) = (seconds(model, prompt) for model in models)
                 rows.setdefault(f"prompt {prompt}", []).append((prompt_a, prompt_b))
                 rows.setdefault("decode", []).append((step_a, step_b))
@@ -162,24 +166,54 @@ def perplexity(folder: Path, texts: torch.Tensor) -> float:
     return float(np.exp(total / len(texts)))
 
 
+def k_quant(sim: Any, data: Any, *, progress: bool) -> None:
+    """Give layers of 4 bits the ranges of the builder's k-quant, by its own function.
+
+    Its builder writes no rows of an odd number of blocks, which a decoder of 288 has.
+    """
+    for site, quantizer in sim.quantizers.items():
+        if quantizer.owns_encoding and quantizer.spec.dtype == qsdk.uint4:
+            weight = sim.model.get_submodule(site.removesuffix(":weight")).weight.detach().numpy()
+            _, scale, zero_point = quant_tensor_k_quant_cpu(weight, 4, 32)
+            old = quantizer.encoding()
+            own = {"scale": scale.reshape(old.scale.shape), "zero_point": zero_point.reshape(old.scale.shape)}
+            quantizer.replace_encoding(replace(old, **own))
+
+
+#: file -> dtype of layers, whether the table has it too, and verbs
+STORIES: dict[str, tuple[str, bool, list[Any]]] = {
+    "nearest": ("int4", False, []),
+    "gptq": ("int4", False, [qsdk.gptq]),
+    "k-quant, zero points": ("uint4", False, [k_quant]),
+    "gptq, zero points": ("uint4", False, [qsdk.gptq]),
+    "gptq, table of 4 bits": ("int4", True, [qsdk.gptq]),
+    "k-quant, zero points, table of 4 bits": ("uint4", True, [k_quant]),
+    "gptq, zero points, table of 4 bits": ("uint4", True, [qsdk.gptq]),
+}
+
+
 def stories(folder: Path) -> dict[str, Any]:
     """Measure stories15M."""
     import zoo_text  # downloads the model
 
     model = zoo_text.stories()
-    told = zoo_text.told(zoo_text.NextToken(model), 96, 200)
-    data, texts = [{"input_ids": row[None]} for row in told[:32]], told[32:]
+    told = zoo_text.told(zoo_text.NextToken(model), 64, 128, seed=2)
+    heard = qsdk.train.generate_text(model, 192, 256, batch_size=64, seed=1, progress=False)
+    data = [{"input_ids": part} for batch in heard for part in batch["input_ids"].split(4)]
     save(model, folder / "checkpoint")
-    build(folder / "checkpoint", folder / "rtn", "int4_accuracy_level=4")
-    export(model, folder / "nearest", data=data)
-    export(model, folder / "gptq", data=data, verbs=[qsdk.gptq])
-    table = CONFIG.override("embed_tokens", weight="int4", block_size=32)  # which is the output layer too
-    export(model, folder / "table of 4 bits", table, data=data)
-    own = qsdk.analysis.perplexity(model, texts)
-    names = ("rtn", "nearest", "gptq", "table of 4 bits")
-    over = {name: round(perplexity(folder / name, texts) / own, 4) for name in names}
-    sizes = {name: round(size(folder / name) / size(folder / "rtn"), 4) for name in names}
-    return {"float": round(own, 4), "perplexity over float": over, "bytes over rtn": sizes}
+    build(folder / "checkpoint", folder / "builder", "int4_accuracy_level=4")
+    for name, (weight, table, verbs) in STORIES.items():
+        config = qsdk.weight_only(weight, block_size=32).for_dialect("genai")
+        if table:  # which is the output layer too
+            config = config.override("embed_tokens", weight=weight, block_size=32)
+        export(model, folder / name, config, data=data, verbs=verbs)
+    own, rows = qsdk.analysis.perplexity(model, told, batch_size=8), dict[str, Any]()
+    for name in ("builder", *STORIES):
+        over = perplexity(folder / name, told) / own
+        rows[name] = {"over float": round(over, 4), "bytes": round(size(folder / name) / size(folder / "builder"), 4)}
+        print(name, rows[name], file=sys.stderr, flush=True)
+        rows[name] |= speed(folder / "builder", folder / name, PROMPTS[:1]) if name.startswith("gptq") else {}
+    return {"float": round(own, 4), **rows}
 
 
 def with_head_in_floats(source: Path, target: Path) -> None:

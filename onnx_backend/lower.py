@@ -71,6 +71,7 @@ def lower(
     dialect: AnyDialect | Runtime = "onnxruntime",
     weights: Mapping[str, Array] | None = None,
     prefer: Prefer = "size",
+    unfinished: bool = False,
 ) -> LoweredModel:
     """Replace every mark by its decision, and compute large stored tensors only when they are written.
 
@@ -83,6 +84,8 @@ def lower(
         weights: the values of those stored tensors that the model has only stubs of, by name.
         prefer: `speed` stores weights of 4 bits in 8 where the runtime has integer kernels for these alone; it
             dequantizes packed ones in every run.
+        unfinished: without the nodes that round inputs of layers and what the runtime does last, for a caller that
+            changes types first (`quantize_inputs`, `Runtime.finish`).
 
     Raises:
         ExportError: a site has no encoding, or one that cannot be written.
@@ -126,8 +129,9 @@ def lower(
         insert_kernel_casts(model)
     if not runtime.simulates:
         _require_no_kernel(plan)
-    quantize_inputs(model)
-    runtime.finish(model)
+    if not unfinished:
+        quantize_inputs(model)
+        runtime.finish(model)
     if opset < OPSET:
         model = at_older_opset(model, opset)
     note_form(model, runtime, prefer)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.genai.editor import MICROSOFT, Editor
+from onnx_backend.proto.lazy_tensors import PIECE
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.readers import BLOCK_KEY, COPY_KEY
@@ -134,16 +135,17 @@ def _side_by_side(products: Sequence[Product]) -> Array:
 
 def _packed(products: Sequence[Product]) -> Array:
     """Return the codes of products as the kernel reads them, bytes [outputs, blocks, bytes of a block]."""
-    parts = []
+    first, made = products[0], sum(product.sizes[1] for product in products)
+    result, end = np.empty((made, first.grid[1], first.block * first.bits // 8), np.uint8), 0
     for product in products:
-        codes = product.codes()
-        lifted = (codes.astype(np.int16) + product.lift).astype(np.uint8) if product.lift else codes.astype(np.uint8)
-        rows = np.ascontiguousarray(lifted.T)
-        missing = -rows.shape[1] % product.block
-        if missing:
+        codes, missing = product.codes(), -product.sizes[0] % product.block
+        step = max(PIECE // product.sizes[0], 1)  # a few outputs at a time, in each of the forms that they take
+        for start in range(0, product.sizes[1], step):
+            rows = (codes[:, start : start + step].T.astype(np.int16) + product.lift).astype(np.uint8)
             rows = np.pad(rows, [(0, 0), (0, missing)], constant_values=1 << (product.bits - 1))
-        parts.append(packed_bits(rows.reshape(len(rows), -1, product.block), product.bits))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            result[end : end + len(rows)] = packed_bits(rows.reshape(len(rows), -1, product.block), product.bits)
+            end += len(rows)
+    return result
 
 
 def _product(editor: Editor, layer: NodeProto) -> Product | None:

@@ -17,8 +17,10 @@ from onnx_backend.passes.in_float32 import in_float32
 from onnx_backend.passes.simplify import without_last_identities
 from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.write_file import StagedModel, write_files
+from onnx_backend.qdq.layer_inputs import quantize_inputs
 from onnx_backend.runtimes.registry import runtime_named
 from qsdk.core.errors import ExportError
+from qsdk.core.freed_memory import give_back
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
@@ -62,11 +64,14 @@ def write_genai(
     runtime = runtime_named("onnxruntime")
     if runtime.refuse is not None:
         runtime.refuse(encodings)
-    lowered = lower(marked, plan, encodings, dialect="onnxruntime", weights=weights, prefer="size")
+    lowered = lower(marked, plan, encodings, dialect="onnxruntime", weights=weights, prefer="size", unfinished=True)
     large, rows = dict(lowered.large), lowered.rows
     model = in_float32(lowered.model, large)
     widened = model is not lowered.model
+    quantize_inputs(model)  # of layers in float32 too, which those in bfloat16 are now
+    runtime.finish(model)
     del lowered  # its scales are many
+    give_back()
     results = [value.name for value in model.graph.output]
     replace_nodes(model.graph, without_last_identities([*model.graph.node], results))
     runtime.speed_up(model)
@@ -83,6 +88,7 @@ def write_genai(
     said: dict[str, Any] = {}
 
     def checked(file: StagedModel) -> None:
+        give_back()  # what the file was made in, before the simulation runs
         said.update(check(file.staged, config) if check is not None else {})
 
     try:

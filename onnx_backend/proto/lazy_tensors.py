@@ -83,7 +83,14 @@ class LargeTensor:
         """Return the whole tensor."""
         if not is_large(self.dims):  # it may have no axis, or nothing along it
             return self.part(self.source(), 0, self.dims[0] if self.dims else 1)
-        return np.concatenate(list(self.parts()))
+        parts = self.parts()
+        first = next(parts)
+        result, end = np.empty(self.dims, first.dtype), len(first)
+        result[:end] = first
+        for part in parts:  # one after the other: a list of all would be the tensor once more
+            result[end : end + len(part)] = part
+            end += len(part)
+        return result
 
     def stub(self, name: str) -> TensorProto:
         """Return a placeholder for the tensor (name, type and shape) for the model until it is written."""

@@ -2,7 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from qsdk.verbs.doors.choose import Sim, door_of
 from torch_bridge.compressed.write import processing_files
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.adapters import Matrices
+from torch_bridge.wrapping.in_float32 import computing_in_float32
 
 Array = npt.NDArray[Any]
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -111,11 +114,24 @@ def _check(sim: QuantSim, model: Path, config: Mapping[str, Any]) -> Mapping[str
     prompt = np.random.default_rng(0).integers(0, facts["vocab_size"], length)
 
     @torch.no_grad()
-    def logits(tokens: Array) -> Array:
+    def logits(tokens: Array, in_floats: bool) -> Array:
         place = next(sim.model.parameters()).device
-        found = sim.model(input_ids=torch.as_tensor(tokens, device=place)[None], use_cache=False)
+        with computing_in_float32(sim.model), _inputs_in_floats(sim) if in_floats else nullcontext():
+            found = sim.model(input_ids=torch.as_tensor(tokens, device=place)[None], use_cache=False)
         values: Array = found.logits[0].float().cpu().numpy()
         return values
 
-    narrow = next(sim.model.parameters()).dtype in (torch.bfloat16, torch.float16)
-    return check_folder(model, config, prompt.tolist(), logits, narrow=narrow)
+    return check_folder(model, config, prompt.tolist(), logits, in_floats=not sim.plan.calibrated_sites())
+
+
+@contextmanager
+def _inputs_in_floats(sim: QuantSim) -> Iterator[None]:
+    """Have layers that round their input to int8 read it as it is, inside the block."""
+    before = {quantizer: quantizer.decision for quantizer in sim.quantizers.values()}
+    try:
+        for quantizer, decision in before.items():
+            quantizer.decision = replace(decision, input_block=None)
+        yield
+    finally:
+        for quantizer, decision in before.items():
+            quantizer.decision = decision

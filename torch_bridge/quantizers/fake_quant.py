@@ -360,8 +360,8 @@ def _fake_quantize_broadcast(x: Tensor, scale: Tensor, zero_point: Tensor, grid:
     piece = _PIECE * torch.get_num_threads()
     if x.numel() <= piece or scale.ndim != x.ndim:
         return _round_and_clip(x, scale, ends)
-    # a few rows at a time stay in the processor's cache from the first operation to the last
-    result, rows = torch.empty_like(x), max(piece * len(x) // x.numel(), 1)
+    # a few rows at a time stay in the processor's cache from the first operation to the last, in float32 if x is not
+    result, rows = torch.empty_like(x, dtype=scale.dtype), max(piece * len(x) // x.numel(), 1)
     for first in range(0, len(x), rows):
         at = slice(first, first + rows)
         own = scale[at] if len(scale) == len(x) else scale

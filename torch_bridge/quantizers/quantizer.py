@@ -115,6 +115,7 @@ class Quantizer:
         kernels: compiled kernels to use while it is trained (`FakeQuantGrid.kernels`).
         keeps_result: whether nothing writes over its result (`FakeQuantGrid.keeps_result`).
         copies_input: whether the backward pass needs a copy of what it gets, because that is written over later.
+        gives_float32: whether what it makes of bfloat16 and float16 is float32, as the model is run then.
         limit: of the sums of a weight's codes, with its layout, while it is trained; None for none.
     """
 
@@ -124,7 +125,7 @@ class Quantizer:
         self.owner, self.model = owner, model
         self.tied_to: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
-        self.frozen = self.clipped_only = self.keeps_result = self.copies_input = False
+        self.frozen = self.clipped_only = self.keeps_result = self.copies_input = self.gives_float32 = False
         self.kernels: CompiledKernels | None = None
         self.limit: tuple[WeightLayout, SumLimit] | None = None
         shape = None if decision.kind in ("weight", "bias") else decision.shape
@@ -224,9 +225,13 @@ class Quantizer:
             x = x.clone()
         if not spec.dtype.is_quantized:
             return cast_straight_through(x, spec.dtype)
+        in_blocks = self._in_blocks(x)
         if x.dtype != torch.float32:
             # as in the file, where QuantizeLinear and DequantizeLinear compute in float32 whatever they are given
-            return self(x.float()).to(x.dtype)
+            result = self(x.float()) if in_blocks is None else in_blocks
+            return result if self.gives_float32 else result.to(x.dtype)
+        if in_blocks is not None:
+            return in_blocks
         if spec.dynamic:
             return self._with_own_ranges(x)
         scale, zero_point = self.scale_and_zero_point()
@@ -242,14 +247,27 @@ class Quantizer:
         grid = self._grid(self._elements(x) / scale.numel(), dtype)
         if runs_per_tensor(x, scale):
             return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, scale, zero_point))
-        axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
-        if axis is not None and size is not None and not needs_grad and x.numel() and x.shape[axis] % size == 0:
-            axis %= x.ndim  # the numbers of a block get an axis of their own, so that its scale is not repeated
-            of_block, zero = (t.to(x.dtype).unsqueeze(axis + 1) for t in (scale, zero_point))
-            apart = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-            return fake_quantize(apart, of_block, zero, grid).flatten(axis, axis + 1)
         return fake_quantize(x, self._align(scale, x), self._align(zero_point, x), grid)
+
+    def _in_blocks(self, x: Tensor) -> Tensor | None:
+        """Return x of any float type on the grids of whole blocks, float32; None where those are others' to compute.
+
+        The numbers of a block get an axis of their own, so that its scale is not repeated. A weight in bfloat16 is read
+        as it is, a few rows at a time: in float32 it would be twice as large, and there once more.
+        """
+        spec = self.spec
+        axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
+        others = spec.dynamic or not spec.dtype.is_integer or self.factors is not None or self.limit is not None
+        if axis is None or size is None or others or not x.numel() or x.shape[axis] % size or x.dtype == torch.float64:
+            return None
+        scale, zero_point = self.scale_and_zero_point()
+        if scale.numel() == 1 or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, scale, zero_point))):
+            return None
+        axis %= x.ndim
+        of_block, zero = (t.unsqueeze(axis + 1) for t in (scale, zero_point))
+        apart = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+        grid = self._grid(self._elements(x) / scale.numel(), spec.dtype)
+        return fake_quantize(apart, of_block, zero, grid).flatten(axis, axis + 1)
 
     def _with_own_ranges(self, x: Tensor) -> Tensor:
         """Return x on grids whose ranges are found now."""

@@ -3,7 +3,7 @@
 A pure function of the graph and the config; no tensor is left undecided.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from qsdk.core.config.config import QuantConfig
@@ -15,7 +15,7 @@ from qsdk.core.numerics.dtypes import BlockFormat, DType
 from qsdk.core.numerics.spec import PerBlock, Spec, float_spec
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
-from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms, only_kernels
+from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms, has_one_table, only_kernels
 from qsdk.core.planning.islands import with_islands
 from qsdk.core.planning.plan import WHOLE, Decision, Plan
 from qsdk.core.planning.stored import plan_stored, stands_for, with_look_ups
@@ -29,17 +29,21 @@ _OF_LAYERS = "each of its layers rounds it to uint8; what else reads it has its 
 _LEAST_BITS = 3  # weights of 2 bits have kernels for some lengths alone
 
 
+#: types that files for onnxruntime-genai turn into the first
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
 def with_int8_inputs(
     context: PlanningContext, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
 ) -> dict[int, Decision]:
     """Return the decisions on stored tensors, in which those of layers that compute in int8 have an input block."""
-    result = dict(stored)
+    result, types = dict(stored), _FLOATS if has_one_table(context.config) else _FLOATS[:1]
     for tensor, readers in context.readers_by_site.items():
         inputs = [context.graph.ops[op].inputs[0] for op, operand in readers if context.is_linear(op, operand)]
         wanted = {context.resolver.at(context.stored_place(op, tensor)).wanted.compute for op, _ in readers}
         alone = tensor in stored and len(inputs) == len(readers) and wanted == {"int8"}
-        block = input_block(stored[tensor]) if alone else None
-        if block is not None and all(t is not None and _is_float(context.graph, activations, t) for t in inputs):
+        block = input_block(stored[tensor], types) if alone else None
+        if block is not None and all(t is not None and _is_float(context.graph, activations, t, types) for t in inputs):
             result[tensor] = replace(stored[tensor], input_block=block)
     for index, op in enumerate(context.graph.ops):
         if op.type == "LSTM" and _rounds_states(context, index, activations, stored):
@@ -106,28 +110,33 @@ def _rounds_states(
     return wanted == "int8" and graph.tensors[op.inputs[0]].dtype == "float32" and not static
 
 
-def input_block(decision: Decision) -> int | None:
-    """Return the block in which the kernel of a layer with this weight rounds its input; None where there is none."""
+def input_block(decision: Decision, types: Sequence[str]) -> int | None:
+    """Return the block in which the kernel of a layer with this weight rounds its input; None where there is none.
+
+    `types` are those of tensors that will be float32 where the kernel reads them.
+    """
     spec, shape = decision.spec, decision.shape
-    if not _has_kernel(decision, spec) or spec is None or shape is None or len(shape) != 2:
+    if not _has_kernel(decision, spec, types) or spec is None or shape is None or len(shape) != 2:
         return None
     if not isinstance(spec.granularity, PerBlock):
         return _WITHOUT_BLOCKS
     return spec.granularity.size if spec.granularity.size in _LENGTHS else None
 
 
-def _has_kernel(decision: Decision, spec: Spec | None) -> bool:
-    if spec is None or not spec.dtype.is_integer or decision.tensor_type != "float32":
+def _has_kernel(decision: Decision, spec: Spec | None, types: Sequence[str]) -> bool:
+    if spec is None or not spec.dtype.is_integer or decision.tensor_type not in types:
         return False
     return _LEAST_BITS <= spec.dtype.bits <= 8
 
 
-def _is_float(graph: Graph, activations: Mapping[int, Decision], tensor: int) -> bool:
-    """Return whether a tensor is a float32 matrix, or a stack of them, that is read as it is."""
+def _is_float(
+    graph: Graph, activations: Mapping[int, Decision], tensor: int, types: Sequence[str] = ("float32",)
+) -> bool:
+    """Return whether a tensor is a matrix of a float type, or a stack of them, that is read as it is."""
     decision, facts = activations.get(tensor), graph.tensors[tensor]
     shape = facts.shape
     quantized = decision is not None and (decision.spec is not None or decision.tied_to is not None)
-    return facts.dtype == "float32" and not quantized and shape is not None and len(shape) > 1 and not facts.constant
+    return facts.dtype in types and not quantized and shape is not None and len(shape) > 1 and not facts.constant
 
 
 #: choices of a rule that are about stored tensors alone, and about inputs of the model alone
