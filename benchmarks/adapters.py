@@ -3,7 +3,9 @@
 `layers`: six Linear of 1024 with GELU, 128 rows, in ONNX Runtime, and the time of a swap of adapters, in ms. `genai`: a
 decoder of 4 layers of 1024 with int4 weights in onnxruntime-genai, with adapters at all its layers, and at queries and
 values alone, which is what peft adapts by default: a prompt of 128 tokens and a token behind it. Medians of interleaved
-runs on one thread. `python benchmarks/adapters.py layers` or `genai` measures one.
+runs on one thread. `profile`: what a token spends in the nodes of the adapters of that decoder, over what it spends in
+all others, and the bytes that they read over those of the base's products, from the runtime's own profile.
+`python benchmarks/adapters.py layers`, `genai` or `profile` measures one.
 """
 
 import copy
@@ -17,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import onnxruntime_genai as og
 import torch
@@ -25,6 +28,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import qsdk
+from onnx_backend.proto.external_data import bytes_of
 
 LAYERS, WIDTH, ROWS, RUNS = 6, 1024, 128, 40
 
@@ -97,6 +101,56 @@ def genai() -> dict[str, dict[str, float]]:
     }
 
 
+def profile() -> dict[str, float]:
+    """Measure the nodes of adapters at all layers while tokens are generated, one thread."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 4096}
+    base = random_decoder(**sizes, num_attention_heads=16, num_key_value_heads=8)
+    adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    sim = qsdk.quantize(
+        get_peft_model(base, adapters, adapter_name="own").eval(), {"input_ids": torch.arange(3, 19)[None]}, CONFIG
+    )
+    qsdk.calibrate(sim, [], progress=False)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        qsdk.export(sim, folder, format="genai", check=False, adapters="inputs")
+        model = onnx.load(folder / "model.onnx", load_external_data=False)
+        kinds, reads = (
+            _kinds_of_nodes(model),
+            {tensor.name: bytes_of(tensor.data_type, tensor.dims) for tensor in model.graph.initializer},
+        )
+        config = og.Config(str(folder))
+        options = {"intra_op_num_threads": 1, "enable_profiling": str(folder / "profile")}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        runtime = og.Model(config)
+        _seconds(runtime, None)
+        del runtime  # which writes the profile
+        spent: dict[str, float] = {}
+        for event in json.loads(next(folder.glob("profile*.json")).read_text()):
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                kind = kinds.get(event["name"].removesuffix("_kernel_time"), "base")
+                spent[kind] = spent.get(kind, 0.0) + event["dur"]
+    found = {f"{kind}, over the base": round(spent[kind] / spent["base"], 3) for kind in ("low", "high", "sum")}
+    read = {"base": 0, "adapters": 0}
+    for node in model.graph.node:
+        kind = kinds.get(node.name, "base")
+        if kind != "sum" and node.op_type in ("MatMul", "MatMulNBits"):
+            read["base" if kind == "base" else "adapters"] += sum(reads.get(tensor, 0) for tensor in node.input)
+    return {**found, "bytes, over the base": round(read["adapters"] / read["base"], 3)}
+
+
+def _kinds_of_nodes(model: onnx.ModelProto) -> dict[str, str]:
+    """Return name -> what a node of an adapter is: the product to its rank, that from it, or the sum."""
+    found, made = dict[str, str](), dict[str, str]()
+    for node in model.graph.node:
+        if node.op_type == "MatMul" and any("lora_A" in tensor for tensor in node.input):
+            found[node.name] = "low"
+        elif node.op_type == "MatMul" and any("lora_B" in tensor for tensor in node.input):
+            found[node.name] = made[node.output[0]] = "high"
+        elif node.op_type == "Add" and any(tensor in made for tensor in node.input):
+            found[node.name] = "sum"
+    return found
+
+
 def _seconds(runtime: Any, adapters: Any) -> tuple[float, float]:
     """Return the processor's time of a prompt, and of a token behind it."""
     generator = og.Generator(runtime, parameters(runtime, ROWS + STEPS + 1))
@@ -112,11 +166,11 @@ def _seconds(runtime: Any, adapters: Any) -> tuple[float, float]:
     return first - started, (time.process_time() - first) / STEPS
 
 
-MEASURES: dict[str, Callable[[], Any]] = {"layers": layers, "genai": genai}
+MEASURES: dict[str, Callable[[], Any]] = {"layers": layers, "genai": genai, "profile": profile}
 
 
 def main() -> None:
-    """Measure what is named, or both."""
+    """Measure what is named, or all."""
     print(json.dumps({name: MEASURES[name]() for name in sys.argv[1:] or MEASURES}))
 
 
