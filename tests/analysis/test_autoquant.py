@@ -13,6 +13,7 @@ from torch import nn
 import qsdk
 from qsdk.core.precision.search import LowerableWeight, choose_lowered
 from qsdk.core.run_options import run_of
+from qsdk.verbs.analysis import autoquant
 
 IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 BATCHES = list(IMAGES[:32].split(8))
@@ -77,8 +78,11 @@ def steps(report) -> list[str]:
     return [row["step"] for row in report.rows]
 
 
-def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr):
+def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr, monkeypatch):
+    seconds = iter([1.0, 1.0, 1e9])  # of float passes: the unit of passes is the mean of those at both ends
+    monkeypatch.setattr(autoquant._Path, "float_pass", lambda _: next(seconds))
     report = run(model, sqnr, max_drop=125.0)
+    assert 0 < report.summary["passes"] < 1e-6
     assert steps(report) == ["the preset, min_max"]
     assert report.summary["met"]
     assert report.summary["reference"] == 140.0

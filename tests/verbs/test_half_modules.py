@@ -480,6 +480,25 @@ class Gated(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class Joined(nn.Module):
+    """Two layers whose results are turned and joined: [N, 3, 8] to [N, 16, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x).relu().transpose(1, 2) for layer in (self.one, self.other)], 1)
+
+
+def test_what_is_joined_behind_moved_pairs_of_float16_loads_in_an_ordinary_session(tmp_path: Path):
+    x = seeded(2, 3, 8).half()
+    sim = qsdk.quantize(Joined().half().eval(), x, w8a8().override("*transpose*", activation="float32"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False).summary["passed"]
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: str(dtype)[6:])
 def test_the_sim_computes_with_the_numbers_that_its_file_holds(dtype: torch.dtype, tmp_path: Path):
     batches = [torch.linspace(-12, 12, 4096).reshape(4, 1024).to(dtype)]

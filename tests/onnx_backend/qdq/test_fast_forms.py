@@ -146,26 +146,6 @@ def test_a_linear_on_three_axes_is_one_kernel_at_any_size(axes, config, tmp_path
     assert not [node for node in onnx.load(path).graph.node if FORM_KEY in metadata(node)]
 
 
-class Stacked(nn.Module):
-    """A product with a matrix for each batch, and a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(2, 24, 32)), nn.Parameter(torch.randn(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight + self.bias
-
-
-def test_a_product_with_a_matrix_for_each_batch_stays_one(tmp_path):
-    torch.manual_seed(0)
-    batches = [torch.randn(2, 3, 24)]
-    sim = qsdk.quantize(Stacked(), batches[0], dynamic_shapes={"x": {1: "rows"}})
-    qsdk.calibrate(sim, batches, progress=False)
-    qsdk.export(sim, tmp_path / "model.onnx")
-    assert qsdk.check_parity(sim, tmp_path / "model.onnx", batches, progress=False).summary["passed"]
-
-
 class Head(nn.Module):
     """Makes an image of tokens and enlarges it, as heads for segmentation do."""
 
