@@ -55,6 +55,7 @@ class FileOptions(TypedDict, total=False):
     max_shard_bytes: int | None
     tokenizer: Any
     adapters: Literal["inputs"] | None
+    longest: Mapping[str, int] | None
 
 
 def export(
@@ -105,7 +106,8 @@ def export(
             compressed-tensors; None for 5 GB. `tokenizer`, whose files a folder for genai gets; None: its model's.
             `adapters`: `inputs` makes the LoRA matrices of a peft model inputs, the active adapter's by default, and
             writes `<path>.<name>.onnx_adapter` for each (ONNX Runtime's `RunOptions.add_active_adapter` feeds them);
-            in a folder for genai `<name>.onnx_adapter`.
+            in a folder for genai `<name>.onnx_adapter`. `longest`: open axis of a program -> its greatest length, for
+            which ExecuTorch plans memory.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -305,7 +307,7 @@ def _writer_of(name: str, asked: _Asked) -> _Format:
     other = [one for one in _OF_ONNX if one not in takes and given.get(one) != _USUAL.get(one)]
     if other:
         raise ConfigError(f"{', '.join(other)}: for ONNX alone; leave it out with format={name!r}")
-    for own in ("max_shard_bytes", "tokenizer"):
+    for own in ("max_shard_bytes", "tokenizer", "longest"):
         if own not in takes and given.get(own) is not None:
             of = next(one for one in _FORMATS if own in _FORMATS[one].takes)
             raise ConfigError(f"{own}= is for format={of!r}; leave it out with format={name!r}")
@@ -358,7 +360,8 @@ def _as_gguf(asked: _Asked) -> Report:
 
 
 def _as_program(asked: _Asked) -> Report:
-    return write_program_of(asked.module, asked.plan, asked.encodings, asked.path, check=asked.check)
+    longest = asked.options.get("longest") or {}
+    return write_program_of(asked.module, asked.plan, asked.encodings, asked.path, longest, check=asked.check)
 
 
 def _with_methods(report: Report, sim: Sim) -> Report:
@@ -371,7 +374,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
         "compressed-tensors": _Format(_as_folder, ("max_shard_bytes",)),
         "genai": _Format(_as_genai, ("tokenizer", "adapters")),
         "gguf": _Format(_as_gguf),
-        "pt2e": _Format(_as_program),
+        "pt2e": _Format(_as_program, ("longest",)),
         "tflite": _Format(_as_tflite, ("shapes",)),
     }
 )

@@ -26,14 +26,20 @@ def is_program(model: Any) -> bool:
 
 
 def write_program_of(
-    sim: QuantSim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, check: bool
+    sim: QuantSim,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    path: str | os.PathLike[str],
+    longest: Mapping[str, int],
+    *,
+    check: bool,
 ) -> Report:
     """Write a sim as a program, and with `check` compare it with the sim on its example first."""
 
     def compared(staged: Path) -> Report:
         return _compared(sim, staged, door_of(sim, Run(progress=False)).simulated_example(ModelProto()), None)
 
-    return write_program(sim, plan, encodings, path, check=compared if check else None)
+    return write_program(sim, plan, encodings, path, longest, check=compared if check else None)
 
 
 def check_program(sim: Sim, path: str | os.PathLike[str], data: Iterable[Any], runtime: str | None, run: Run) -> Report:

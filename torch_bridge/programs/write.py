@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from qsdk.core.atomic_files import write_atomically
-from qsdk.core.errors import ExportError
+from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import WHOLE, Decision, Plan
@@ -90,18 +90,20 @@ def write_program(
     plan: Plan,
     encodings: Mapping[str, Encoding],
     path: str | os.PathLike[str],
+    longest: Mapping[str, int],
     *,
     check: Callable[[Path], Report] | None,
 ) -> Report:
     """Write a sim as a file of `torch.export.save`; `check` compares it with the sim before an older one is replaced.
 
     Raises:
+        ConfigError: a name in `longest` that is no open axis, or a length below the example's.
         ExportError: a site that the ops have no form for, or a program that computes something else.
     """
     refuse_unsayable(plan)
     captured = capture_marked(sim.model, sim.runtime, sim.current_example)
     builder = ProgramBuilder(sim, plan, encodings, captured)
-    program = builder.program()
+    program = builder.program(longest)
     facts: dict[str, Any] = {}
     noted = json.dumps({"version": 1, "sites": builder.order, "inputs": list(captured.inputs)})
 
@@ -170,8 +172,8 @@ class ProgramBuilder:
         self.rows: list[dict[str, Any]] = []
         self.order: list[str] = []
 
-    def program(self) -> ExportedProgram:
-        """Return the program."""
+    def program(self, longest: Mapping[str, int]) -> ExportedProgram:
+        """Return the program, whose open axes are at most so long."""
         graph = self._module.graph
         for node in list(graph.nodes):
             if node.op == "call_function" and str(node.target).startswith("onnx_symbolic."):
@@ -198,7 +200,9 @@ class ProgramBuilder:
         self._give_each_reader_its_own(graph)
         module = fx.GraphModule(self._root, graph)
         given = [x.clone() for x in _tensors(self._sim)]
-        result = _exported(module, given, dict(zip(self._captured.inputs, self._captured.shapes, strict=True)))
+        axes = dict(zip(self._captured.inputs, self._captured.shapes, strict=True))
+        _require_lengths(longest, given, axes)
+        result = _exported(module, given, axes, longest)
         for node in result.graph.nodes:
             node.meta.pop("stack_trace", None)  # it reveals this machine's paths
         kept = sum(node.target in DEQUANTIZES for node in result.graph.nodes)
@@ -461,7 +465,27 @@ def _slice_in_place_of_splits(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _exported(module: nn.Module, given: Sequence[Tensor], axes: Mapping[str, Mapping[int, str]]) -> ExportedProgram:
+def _require_lengths(
+    longest: Mapping[str, int], given: Sequence[Tensor], axes: Mapping[str, Mapping[int, str]]
+) -> None:
+    """Raise ConfigError for the longest length of no open axis, or one that the example is beyond."""
+    sizes: dict[str, int] = {}
+    for tensor, one in zip(given, axes.values(), strict=True):
+        for axis, name in one.items():
+            sizes[name] = max(tensor.shape[axis], sizes.get(name, 0))
+    for name, most in longest.items():
+        if name not in sizes:
+            raise ConfigError(f"longest={{{name!r}: {most}}}: the open axes are {', '.join(sizes) or 'none'}")
+        if most < sizes[name]:
+            raise ConfigError(f"longest={{{name!r}: {most}}}: the example that the sim was made with has {sizes[name]}")
+
+
+def _exported(
+    module: nn.Module,
+    given: Sequence[Tensor],
+    axes: Mapping[str, Mapping[int, str]],
+    longest: Mapping[str, int],
+) -> ExportedProgram:
     """Return the program of a module whose inputs have dynamic axes of these names.
 
     Axes of one name are one length, or shapes would depend on two; where the model asks more of a length, such as that
@@ -469,9 +493,14 @@ def _exported(module: nn.Module, given: Sequence[Tensor], axes: Mapping[str, Map
     """
     names = [name for one in axes.values() for name in one.values()]
     problem: Exception = ValueError()
-    shared = {name: Dim(f"length_{at}") for at, name in enumerate(dict.fromkeys(names)) if names.count(name) > 1}
+    shared = {
+        name: Dim(f"length_{at}", max=longest.get(name))
+        for at, name in enumerate(dict.fromkeys(names))
+        if names.count(name) > 1
+    }
+    free = {name: Dim.DYNAMIC(max=longest.get(name)) for name in names}
     for known in (shared, {}) if shared else ({},):
-        shapes = tuple({axis: known.get(name, Dim.DYNAMIC) for axis, name in one.items()} for one in axes.values())
+        shapes = tuple({axis: known.get(name, free[name]) for axis, name in one.items()} for one in axes.values())
         try:
             with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
                 return torch.export.export(module, tuple(given), dynamic_shapes=shapes, strict=False)

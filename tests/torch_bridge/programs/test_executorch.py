@@ -63,10 +63,10 @@ class Gated(nn.Module):
         return self.head(x)
 
 
-#: module, example, and inputs of another number of rows
+#: module, example, inputs of another number of rows, and how many a program is to be planned for
 NETWORKS: dict[str, Any] = {
-    "convolutions": (Network, (seeded(4, 3, 12, 12),), (seeded(7, 3, 12, 12, seed=5),)),
-    "gated": (Gated, (seeded(4, 6, 8), torch.ones(4, 6)), (seeded(3, 6, 8, seed=5), torch.ones(3, 6))),
+    "convolutions": (Network, (seeded(4, 3, 12, 12),), (seeded(7, 3, 12, 12, seed=5),), None),
+    "gated": (Gated, (seeded(4, 6, 8), torch.ones(4, 6)), (seeded(32, 6, 8, seed=5), torch.ones(32, 6)), 32),
 }
 
 
@@ -77,10 +77,10 @@ NETWORKS: dict[str, Any] = {
 def test_executorch_runs_what_the_sim_simulates_for_another_number_of_rows(name: str, tmp_path: Path):
     folders = [str(fetch(package)) for package in (EXECUTORCH, TORCHAO, RUAMEL_YAML, TABULATE)]
     torch.manual_seed(0)
-    make, example, other = NETWORKS[name]
+    make, example, other, most = NETWORKS[name]
     sim = quantize(make().eval(), example, w8a8().for_dialect("xnnpack"))
     calibrate(sim, [example], progress=False)
-    export(sim, tmp_path / "m.pt2", format="pt2e")
+    export(sim, tmp_path / "m.pt2", format="pt2e", longest={"batch": most} if most else None)
     np.savez(tmp_path / "x.npz", *(x.numpy() for x in other))
     command = [sys.executable, "-c", LOWER, *(str(tmp_path / name) for name in ("m.pt2", "x.npz", "y.npy"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}

@@ -268,6 +268,20 @@ def test_an_onnx_sim_and_options_of_onnx_are_refused(tmp_path: Path):
         export(linear, tmp_path / "m.pt2", format="pt2e", opset=19)
 
 
+def test_an_open_axis_of_a_program_has_the_greatest_length_that_is_given(tmp_path: Path):
+    sim = calibrated(nn.Linear(4, 4), seeded(8, 4), w8a8())
+    with pytest.raises(ConfigError, match=r"longest=\{'rows': 64\}: the open axes are batch"):
+        export(sim, tmp_path / "m.pt2", format="pt2e", longest={"rows": 64})
+    with pytest.raises(ConfigError, match=r"longest=\{'batch': 7\}: the example that the sim was made with has 8"):
+        export(sim, tmp_path / "m.pt2", format="pt2e", longest={"batch": 7})
+    with pytest.raises(ConfigError, match=r"longest= is for format='pt2e'"):
+        export(sim, tmp_path / "m.onnx", longest={"batch": 64})
+    assert not list(tmp_path.iterdir())
+    export(sim, tmp_path / "m.pt2", format="pt2e", longest={"batch": 64})
+    (bound,) = torch.export.load(tmp_path / "m.pt2").range_constraints.values()
+    assert bound.upper == 64
+
+
 def test_a_program_that_lacks_a_site_of_the_sim_does_not_pass(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2)), torch.randn(8, 4)
     for config in (w8a8().override("1", activation="float32"), w8a8()):
