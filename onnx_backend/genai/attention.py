@@ -17,7 +17,7 @@ from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import find_products, merge_alike, merged
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.fast_forms import PART_OF_FORM
+from onnx_backend.qdq.forms import PART_OF_FORM
 
 Array = npt.NDArray[Any]
 _TURNED_UNIT = 8  # pairs of numbers that the kernel turns at once

@@ -11,7 +11,7 @@ from onnx import NodeProto
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import CODES, Product, find_products, merged
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.fast_forms import FORM_KEY
+from onnx_backend.qdq.forms import FORM_KEY
 
 _BITS = (4, 8)  # of codes that the kernel reads
 

@@ -6,7 +6,7 @@ initializer; in a user's file, views of weights are folded too, so that every we
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from onnx_backend.passes.fold_constants import LARGEST, fold, fold_rearranged, is_full_slice, is_view
 from onnx_backend.proto.external_data import FLOATS, array
 from onnx_backend.proto.graph_queries import GraphIndex, nodes_reaching, unique
+from onnx_backend.proto.inputs import with_inferred_shapes
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
     attributes,
@@ -30,7 +31,8 @@ from onnx_backend.proto.nodes import (
     replace_nodes,
 )
 from onnx_backend.proto.subgraphs import bodies, has_bodies, rename_reads
-from onnx_backend.proto.weightless import Types, declared_types, dtype_name, is_large
+from onnx_backend.proto.weightless import Types, declared_types, dtype_name, is_large, skeleton
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.site import port_of
 
 
@@ -100,6 +102,8 @@ def _small(tensors: Iterable[TensorProto]) -> dict[str, npt.NDArray[Any]]:
 
 
 _LARGEST_MASK = 1 << 20  # elements of a constant that is computed: an attention mask of 1024 x 1024
+_LARGEST_INDEX = 1 << 16  # elements of stored indices: of positions relative to each other, in windows of 16 x 16
+_INDICES = (TensorProto.INT32, TensorProto.INT64)
 _SAME_TYPE = frozenset(
     {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Exp", "Log", "Softplus", "Tanh", "Sigmoid", "Relu", "Softmax"}
 )
@@ -164,8 +168,12 @@ class _Simplifier(GraphIndex):
     def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, npt.NDArray[Any]]) -> None:
         super().__init__(model.graph)
         self.own, self.weights = types is not None, weights
-        self.types = dict(declared_types(model.graph) if types is None else types)
-        self.small = {name: array(tensor) for name, tensor in self.stored.items() if _is_small(tensor.dims)}
+        self.types = dict(_traced_types(model) if types is None else types)
+        self.small = {
+            name: weights[name] if name in weights else array(tensor)
+            for name, tensor in self.stored.items()
+            if _is_small(tensor)
+        }
         self.computed_sites = {node.input[0] for node in model.graph.node if is_mark(node) and _marks_output(node)}
         self.opsets = {entry.domain: entry.version for entry in model.opset_import}
         self.bypassed: dict[str, str] = {}
@@ -206,6 +214,8 @@ class _Simplifier(GraphIndex):
         _drop_bias_of_zeros(node, self.small)
         if self._changes_nothing(node) or (is_full_slice(node, self.small) and node.output[0] not in self.outputs):
             self.bypassed[node.output[0]] = node.input[0]
+        elif (size := self._size_again(node)) and node.output[0] not in self.outputs:
+            self.bypassed[node.output[0]] = size
         else:
             self.kept.append(node)
             self._note_type(node)
@@ -225,8 +235,8 @@ class _Simplifier(GraphIndex):
     def _store(self, tensor: TensorProto) -> None:
         self.graph.initializer.append(tensor)
         self.stored[tensor.name] = self.graph.initializer[-1]
-        if _is_small(tensor.dims):
-            self.small[tensor.name] = array(tensor)
+        if _is_small(tensor):
+            self.small[tensor.name] = self.weights[tensor.name] if tensor.name in self.weights else array(tensor)
 
     def _dtype(self, name: str) -> str:
         if name in self.stored:
@@ -263,6 +273,16 @@ class _Simplifier(GraphIndex):
                 return {node.output[0]: value.astype(helper.tensor_dtype_to_np_dtype(to))}
         shape = self._shape_of_view(node, value)
         return None if shape is None else {node.output[0]: value.reshape(shape)}
+
+    def _size_again(self, node: NodeProto) -> str:
+        """Return the size that a Shape gives where it is made a number and a shape of one axis again; else ""."""
+        number = self.makers.get(node.input[0]) if node.op_type == "Reshape" and not node.domain else None
+        size = self.makers.get(number.input[0]) if number is not None and number.op_type == "Squeeze" else None
+        wanted = self.small.get(node.input[1])
+        if size is None or size.op_type != "Shape" or wanted is None or wanted.tolist() not in ([-1], [1]):
+            return ""
+        facts = attributes(size)
+        return size.output[0] if facts.get("end", 0) - facts.get("start", 0) == 1 else ""
 
     def _shape_of_view(self, node: NodeProto, value: npt.NDArray[Any]) -> tuple[int, ...] | None:
         """Return the shape that a view node produces, found by folding a small stand-in of the same shape."""
@@ -381,5 +401,12 @@ def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> 
         del node.input[2]
 
 
-def _is_small(shape: Sequence[int]) -> bool:
-    return math.prod(shape) <= LARGEST
+def _traced_types(model: ModelProto) -> Types:
+    """Return dtypes and shapes; where sizes are read, also of the tensors inside what torch calls one operator."""
+    reads_sizes = any(node.op_type in SHAPE_OPS for node in model.graph.node)
+    return declared_types((with_inferred_shapes(skeleton(model)) if reads_sizes else model).graph)
+
+
+def _is_small(tensor: TensorProto) -> bool:
+    size = math.prod(tensor.dims)
+    return size <= LARGEST or (size <= _LARGEST_INDEX and tensor.data_type in _INDICES)

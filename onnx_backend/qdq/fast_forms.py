@@ -26,8 +26,6 @@ Each computes the same numbers; measured on onnxruntime 1.32:
   first one times that number, which 256 codes tell: only the scale with which they are read is another.
 """
 
-import json
-from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -50,20 +48,19 @@ from onnx_backend.proto.nodes import (
     metadata,
     replace_nodes,
     set_attributes,
-    set_metadata,
 )
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.proto.weightless import is_large, skeleton
+from onnx_backend.proto.weightless import declared_types, is_large, skeleton
+from onnx_backend.qdq.forms import FORM_KEY, PART_OF_FORM, meant_by, note_form, note_part
 from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.qdq.masks import hides_scores
 from onnx_backend.qdq.pairs import Pairs
+from onnx_backend.qdq.token_rows import write_rows
 from onnx_backend.readers import quantizers
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.op_facts import LINEAR
 
-FORM_KEY = "qsdk.stands_for"  # metadata of the last node of a form: the nodes that it stands for, serialized
-PART_OF_FORM = "qsdk.part_of"  # metadata of its other nodes: what the last one makes
 _NOTES = {FORM_KEY, PART_OF_FORM}
 _SPREAD = ("channel_scales", "channel_zero_points")
 _NUMBERS = (
@@ -90,8 +87,8 @@ _LEAST_AXES = 3  # below that, the runtime itself makes a Gemm of a MatMul and a
 _PADDED = ("QuantizeLinear", "DequantizeLinear", "Pad", "QuantizeLinear", "DequantizeLinear")
 
 
-def write_fast_forms(model: ModelProto) -> None:
-    """Write what the runtime computes fast in another form in that form, in place."""
+def write_fast_forms(model: ModelProto, *, rows: bool = True) -> None:
+    """Write what the runtime computes fast in another form in that form, in place; tokens as `rows` between them."""
     writer = _Writer(model)
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and writer.is_folded(node):
@@ -121,6 +118,8 @@ def write_fast_forms(model: ModelProto) -> None:
         else:
             writer.nodes.append(node)
     replace_nodes(model.graph, writer.without_unread())
+    if rows:
+        write_rows(model.graph, writer.types)
     drop_unused_initializers(model.graph)
 
 
@@ -138,7 +137,7 @@ def with_pairs(model: ModelProto) -> ModelProto:
     for node in graph.node:
         facts = metadata(node)
         if FORM_KEY in facts:
-            *others, last = (NodeProto.FromString(b64decode(text)) for text in json.loads(facts[FORM_KEY]))
+            *others, last = meant_by(node)
             for one in others:
                 source = next(iter(one.input), "")
                 if made.intersection(one.output):  # it has other readers, or another form notes it
@@ -164,15 +163,18 @@ def with_pairs(model: ModelProto) -> ModelProto:
     for tensor in graph.initializer:  # of large ones, no form has more than the shape
         stub = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
         again.graph.initializer.append(stub if is_large(tensor.dims) else tensor)
-    write_fast_forms(again)
-    written = _forms_of(again)
-    wrong = [name for name, form in _forms_of(model).items() if written.get(name) != form]
-    if wrong:
-        raise FileFormatError(
-            f"the nodes that {FORM_KEY} notes are not those that stand in the file at {wrong[0]!r}; it was changed, "
-            "export it again"
-        )
-    return result
+    forms, wrong = _forms_of(model), list[str]()
+    for has_rows in (True, False):  # older files have none
+        other = copied(again)
+        write_fast_forms(other, rows=has_rows)
+        written = _forms_of(other)
+        wrong = [name for name, form in forms.items() if written.get(name) != form]
+        if not wrong:
+            return result
+    raise FileFormatError(
+        f"the nodes that {FORM_KEY} notes are not those that stand in the file at {wrong[0]!r}; it was changed, "
+        "export it again"
+    )
 
 
 def _in_order(nodes: Iterable[NodeProto], behind: dict[str, list[NodeProto]]) -> list[NodeProto]:
@@ -204,7 +206,8 @@ class _Writer(Pairs):
         self._on_codes = any(node.op_type == "QuantizeLinear" for node in self.graph.node)
         is_sized = self._on_codes and not _SIZED.isdisjoint(node.op_type for node in self.graph.node)
         # what the file itself shows, whatever its exporter has noted beside: opened again, it gives the same forms
-        self._sizes = static_sizes(with_inferred_shapes(skeleton(model, value_info=False))) if is_sized else {}
+        inferred = with_inferred_shapes(skeleton(model, value_info=False)) if is_sized else ModelProto()
+        self._sizes, self.types = static_sizes(inferred), declared_types(inferred.graph)
         self._made = set[str]()  # stored tensors of forms
         self._dropped = set[str]()  # tensors whose node may be needed no more
 
@@ -321,7 +324,7 @@ class _Writer(Pairs):
         codes, numbers = self._stored(weight, _BYTES), self._stored(added, (TensorProto.INT32,))
         sizes = self._sizes.get(layer.input[0], ())
         most = len(sizes) if self._opset >= _SHAPE_IN_PART else 1
-        if codes is None or numbers is None or len(sizes) < _LEAST_AXES or not 0 < sizes[:-1].count(None) <= most:
+        if codes is None or numbers is None or len(sizes) < _LEAST_AXES or sizes[:-1].count(None) > most:
             return None
         scales = [self.stored.get(pair.input[1]) for pair in (source, weight)]
         in_float32 = all(scale is not None and scale.data_type == TensorProto.FLOAT for scale in scales)
@@ -337,7 +340,7 @@ class _Writer(Pairs):
         rows = self._part(last, "Reshape", [source, self._numbers(f"{last}/rows/shape", [-1, width])])
         product = self._part(last, "Gemm", [rows, weight, added])
         sizes, options = self._sizes[layer.input[0]][:-1], dict[str, Any]()
-        if sizes.count(None) == 1:
+        if sizes.count(None) <= 1:
             shape = self._numbers(f"{last}/shape", [*(-1 if size is None else size for size in sizes), made])
         else:
             of_rows = self._part(last, "Shape", [source], end=-1)
@@ -562,13 +565,12 @@ class _Writer(Pairs):
         name = self.fresh(f"{last}/{op.lower()}")
         node = helper.make_node(op, list(inputs), [name], name)
         node.attribute.extend(helper.make_attribute(key, value) for key, value in options.items())
-        set_metadata(node, **{PART_OF_FORM.removeprefix("qsdk."): last})
+        note_part(node, last)
         self.nodes.append(node)
         return name
 
     def _last(self, node: NodeProto, meant: Sequence[NodeProto]) -> None:
-        text = json.dumps([b64encode(one.SerializeToString(deterministic=True)).decode() for one in meant])
-        set_metadata(node, **{FORM_KEY.removeprefix("qsdk."): text})
+        note_form(node, meant)
         self.nodes.append(node)
 
 

@@ -18,7 +18,7 @@ from onnx_backend.proto.external_data import array, bytes_of
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import LARGEST_OPSET, opset_of
 from onnx_backend.proto.weightless import checkable
-from onnx_backend.qdq.fast_forms import FORM_KEY
+from onnx_backend.qdq.forms import FORM_KEY
 from onnx_backend.validation.scope import (
     STANDARD,
     Finding,
