@@ -30,7 +30,7 @@ from onnx_backend.proto.nodes import (
     rename_inputs,
     replace_nodes,
 )
-from onnx_backend.proto.subgraphs import bodies, has_bodies, rename_reads
+from onnx_backend.proto.subgraphs import bodies, has_bodies, reads, rename_reads
 from onnx_backend.proto.weightless import Types, declared_types, dtype_name, is_large, skeleton
 from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.site import port_of
@@ -140,9 +140,12 @@ def simplify(
         if types is None
         else nodes_reaching(simplifier.kept, simplifier.outputs)
     )
-    replace_nodes(graph, kept)
+    unread = simplifier.numbers.difference(simplifier.outputs, *(reads(node) for node in kept))
+    replace_nodes(graph, [node for node in kept if unread.isdisjoint(node.output)])
     join_splits(graph)
     drop_unused_initializers(graph)
+    if types is None and 0 < _count_shapes(kept) < simplifier.shapes:  # sizes that follow from those of other tensors
+        return simplify(result, weights=weights)
     return result
 
 
@@ -177,6 +180,8 @@ class _Simplifier(GraphIndex):
         self.computed_sites = {node.input[0] for node in model.graph.node if is_mark(node) and _marks_output(node)}
         self.opsets = {entry.domain: entry.version for entry in model.opset_import}
         self.bypassed: dict[str, str] = {}
+        self.shapes = _count_shapes(model.graph.node)
+        self.numbers = set[str]()  # sizes that may be read no more
         self.kept: list[NodeProto] = []
 
     def decided(self, node: NodeProto) -> list[NodeProto] | None:
@@ -216,6 +221,7 @@ class _Simplifier(GraphIndex):
             self.bypassed[node.output[0]] = node.input[0]
         elif (size := self._size_again(node)) and node.output[0] not in self.outputs:
             self.bypassed[node.output[0]] = size
+            self.numbers.add(node.input[0])
         else:
             self.kept.append(node)
             self._note_type(node)
@@ -278,8 +284,10 @@ class _Simplifier(GraphIndex):
         """Return the size that a Shape gives where it is made a number and a shape of one axis again; else ""."""
         number = self.makers.get(node.input[0]) if node.op_type == "Reshape" and not node.domain else None
         size = self.makers.get(number.input[0]) if number is not None and number.op_type == "Squeeze" else None
+        if size is None or size.op_type != "Shape":
+            return ""
         wanted = self.small.get(node.input[1])
-        if size is None or size.op_type != "Shape" or wanted is None or wanted.tolist() not in ([-1], [1]):
+        if wanted is None or wanted.tolist() not in ([-1], [1]):
             return ""
         facts = attributes(size)
         return size.output[0] if facts.get("end", 0) - facts.get("start", 0) == 1 else ""
@@ -401,9 +409,13 @@ def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> 
         del node.input[2]
 
 
+def _count_shapes(nodes: Iterable[NodeProto]) -> int:
+    return sum(node.op_type in SHAPE_OPS for node in nodes)
+
+
 def _traced_types(model: ModelProto) -> Types:
     """Return dtypes and shapes; where sizes are read, also of the tensors inside what torch calls one operator."""
-    reads_sizes = any(node.op_type in SHAPE_OPS for node in model.graph.node)
+    reads_sizes = _count_shapes(model.graph.node) > 0
     return declared_types((with_inferred_shapes(skeleton(model)) if reads_sizes else model).graph)
 
 

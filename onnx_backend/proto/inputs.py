@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, helper, shape_inference
+from onnx import ModelProto, NodeProto, helper, shape_inference
 
 from onnx_backend.proto.graph_queries import declared_sizes, input_names, unique
 from onnx_backend.proto.model_io import set_properties
-from onnx_backend.proto.nodes import copied, metadata
+from onnx_backend.proto.nodes import copied, is_mark, metadata
 from qsdk.core.encodings.provenance import EXAMPLE, example_sizes, example_text
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import PAST, STEP, TOTAL
@@ -130,14 +130,18 @@ def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
 
 def _inferable(model: ModelProto) -> ModelProto:
     """Return a model of the same shapes, each operator without inference replaced by its first input."""
-    if all(node.op_type not in _LIKE_THEIR_INPUT for node in model.graph.node):
+    if not any(_is_like_its_input(node) for node in model.graph.node):
         return model
     result = copied(model)
     for node in result.graph.node:
-        if node.op_type in _LIKE_THEIR_INPUT and node.domain in ("", "ai.onnx"):
-            node.op_type = "Identity"
+        if _is_like_its_input(node):
+            node.op_type, node.domain = "Identity", ""
             del node.input[1:], node.attribute[:]
     return result
+
+
+def _is_like_its_input(node: NodeProto) -> bool:
+    return is_mark(node) or (node.op_type in _LIKE_THEIR_INPUT and node.domain in ("", "ai.onnx"))
 
 
 @dataclass(frozen=True)

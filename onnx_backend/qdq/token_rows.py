@@ -6,7 +6,8 @@ what lies along the last axis give the same numbers from rows [N * T, C]. So a r
 its edges alone, and none where the edge is a Reshape itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from onnx import GraphProto, NodeProto, helper, numpy_helper
@@ -24,6 +25,7 @@ _OF_ONE = frozenset(
 _OF_TWO = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_MEETING = frozenset({"Reshape", "MatMul", "Where", "Sum", "Max", "Min"})  # where names of sizes meet
 _LEAST_AXES = 3
 
 
@@ -35,12 +37,54 @@ def write_rows(graph: GraphProto, types: Types) -> None:
         _Writer(finder, rows).write()
 
 
+def _with_one_name(graph: GraphProto, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return shapes whose open sizes have one name each: of windows, 16 times the batch, what inference calls unknown.
+
+    Inference gives a new name to the size that a Reshape leaves open, and where two names meet.
+    """
+    known = dict[str, tuple[int, str]]()
+    for node in graph.node:
+        if node.op_type not in _OF_TWO | _MEETING or not node.output:
+            continue
+        for size in _open_sizes(shapes, node.output):
+            read = {known.get(name, (1, name)) for name in _open_sizes(shapes, node.input)}
+            if size in known or len(read) != 1 or (1, size) in read:
+                continue
+            times, base = next(iter(read))
+            if node.op_type == "Reshape":
+                before, behind = (_product(shapes.get(name, ())) for name in (node.input[0], node.output[0]))
+                if not behind or times * before % behind:
+                    continue
+                times = times * before // behind
+            known[size] = times, base
+    names = {size: f"{times} {base}" if times > 1 else base for size, (times, base) in known.items()}
+    return {
+        tensor: tuple(names.get(size, size) if isinstance(size, str) else size for size in shape)
+        for tensor, shape in shapes.items()
+    }
+
+
+def _is_open_once(shape: Shape) -> bool:
+    """Return True if at most one size is open, and no other one unknown or 0, which a Reshape reads as something else."""
+    return None not in shape and 0 not in shape and sum(isinstance(size, str) for size in shape) <= 1
+
+
+def _open_sizes(shapes: Mapping[str, Shape], tensors: Iterable[str]) -> list[str]:
+    return [size for name in tensors for size in shapes.get(name, ()) if isinstance(size, str)]
+
+
+def _product(shape: Shape) -> int:
+    """Return the product of the other sizes of a shape with one open size; 0 for any other shape."""
+    sizes = [size for size in shape if isinstance(size, int)]
+    return math.prod(sizes) if len(sizes) == len(shape) - 1 and _is_open_once(shape) else 0
+
+
 class _Regions(GraphIndex):
     """The nodes of a graph that compute tokens row by row, and the tensors between them."""
 
     def __init__(self, graph: GraphProto, types: Types) -> None:
         super().__init__(graph)
-        self._shapes = {name: shape for name, (_, shape) in types.items() if shape is not None}
+        self._shapes = _with_one_name(graph, {name: shape for name, (_, shape) in types.items() if shape is not None})
         self.inner = {node.output[0] for node in graph.node if self._is_by_row(node)}
         self.ends = {node.output[0]: node for node in graph.node if self._is_end(node)}
 
@@ -52,8 +96,7 @@ class _Regions(GraphIndex):
     def tokens(self, tensor: str) -> Shape | None:
         """Return the axes before the last one of a tensor of tokens, of which at most one is open; else None."""
         shape = self._shapes.get(tensor, ())
-        is_known = None not in shape and sum(isinstance(size, str) for size in shape) <= 1
-        return shape[:-1] if len(shape) >= _LEAST_AXES and is_known and isinstance(shape[-1], int) else None
+        return shape[:-1] if len(shape) >= _LEAST_AXES and _is_open_once(shape) and isinstance(shape[-1], int) else None
 
     def tensors(self, node: NodeProto) -> list[str]:
         """Return what a node reads and makes that has a row for each token."""
@@ -62,15 +105,16 @@ class _Regions(GraphIndex):
 
     def is_begin(self, node: NodeProto) -> bool:
         """Return True for the Reshape that makes rows of tokens for a Gemm."""
-        return node.op_type == "Reshape" and PART_OF_FORM in metadata(node) and self.tokens(node.input[0]) is not None
+        if node.op_type != "Reshape" or PART_OF_FORM not in metadata(node) or self.tokens(node.input[0]) is None:
+            return False
+        return all(reader.op_type == "Gemm" for reader in self.readers.get(node.output[0], []))
 
     def is_view(self, node: NodeProto, tensor: str) -> bool:
         """Return True for a Reshape of a tensor to sizes that are stored, of which at most one is open."""
         if node.op_type != "Reshape" or metadata(node).keys() & {FORM_KEY, PART_OF_FORM}:
             return False
-        shape = self.shape(node.output[0])
-        is_known = shape is not None and None not in shape and sum(isinstance(size, str) for size in shape) <= 1
-        return is_known and node.input[0] == tensor and node.input[1] in self.stored and not attributes(node)
+        is_stored = node.input[1] in self.stored and not attributes(node).get("allowzero")
+        return is_stored and node.input[0] == tensor and _is_open_once(self.shape(node.output[0]) or (None,))
 
     def leaves(self, tensor: str) -> bool:
         """Return True if something reads a tensor that needs its tokens."""
@@ -129,6 +173,9 @@ class _Regions(GraphIndex):
             return True
         if node.op_type in _NORMS:
             return attributes(node).get("axis", -1) in (-1, last)
+        if node.op_type == "ReduceMean":
+            axes = self.stored.get(node.input[1]) if len(node.input) > 1 else None
+            return axes is not None and array(axes).tolist() == [-1] and attributes(node).get("keepdims", 1) == 1
         if node.op_type == "MatMul":
             return len(self.shape(node.input[1]) or ()) == 2
         operands = [self.shape(name) for name in node.input]
