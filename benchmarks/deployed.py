@@ -6,9 +6,9 @@ the same float file, with and without its own preprocessing; `ours` is the twent
 `min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`, `vnni` that for such processors; `integer` is
 `to_integer(target="onnxruntime")` of ours. `--kinds dynamic` measures `dynamic_activations=True` for ONNX Runtime
 beside `quantize_dynamic` (`theirs`) instead (`dynamic_per_tensor` with one scale for each weight, as theirs), and
-`weights` weights alone. Times are ratios of the shortest of many
-interleaved runs to the float file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names,
-`--batches 1 8` and `--threads 1 2` choose what is measured.
+`weights` weights alone. Times are ratios of the shortest of many interleaved runs, in three sessions of each file, to
+the float file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and
+`--threads 1 2` choose what is measured.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, q
 import qsdk
 
 ROUNDS = 40
+SESSIONS = 3  # of each file
 CALIBRATED = 4  # batches
 SHORT = 0.5  # ms; shorter networks measure what a run of a session costs
 SECONDS = 6.0  # of timing a network, at most
@@ -138,18 +139,19 @@ def results_of(session: ort.InferenceSession, feeds: list[Feed]) -> np.ndarray:
 
 def measured(paths: dict[str, Path], feeds: list[Feed], threads: int) -> dict[str, Any]:
     """Return the ratios of the shortest times to the float file's, and the SQNR of each file's first output."""
-    runs = {name: opened(path, threads) for name, path in paths.items()}
+    # where a session's tensors lie in memory alone changes its time by up to 4 %
+    runs = [(name, opened(path, threads)) for _ in range(SESSIONS) for name, path in paths.items()]
     values = feeds[0].values()
-    given = {name: dict(zip((v.name for v in run.get_inputs()), values, strict=True)) for name, run in runs.items()}
-    results = {name: results_of(run, feeds) for name, run in runs.items()}
+    given = {name: dict(zip((v.name for v in run.get_inputs()), values, strict=True)) for name, run in runs}
+    results = {name: results_of(run, feeds) for name, run in runs[: len(paths)]}
     power = np.mean(results["float"] ** 2)
     noise = {name: np.mean((result - results["float"]) ** 2) for name, result in results.items() if name != "float"}
     clock = time.process_time if threads == 1 else time.perf_counter
-    least = dict.fromkeys(runs, float("inf"))
+    least = dict.fromkeys(paths, float("inf"))
     end, rounds = time.monotonic() + SECONDS, 0
     while rounds < 5 or (rounds < ROUNDS and time.monotonic() < end):
         rounds += 1
-        for name, run in runs.items():
+        for name, run in runs:
             if threads > 1:
                 time.sleep(SETTLED)  # the workers of the session before spin for a while, on the cores of this one
             run.run(None, given[name])  # warm caches

@@ -65,7 +65,7 @@ def _with_one_name(graph: GraphProto, shapes: Mapping[str, Shape]) -> dict[str, 
 
 
 def _is_open_once(shape: Shape) -> bool:
-    """Return True if at most one size is open, and no other one unknown or 0, which a Reshape reads as something else."""
+    """Return True if at most one size is open, and none unknown or 0, which a Reshape reads otherwise."""
     return None not in shape and 0 not in shape and sum(isinstance(size, str) for size in shape) <= 1
 
 
@@ -113,8 +113,10 @@ class _Regions(GraphIndex):
         """Return True for a Reshape of a tensor to sizes that are stored, of which at most one is open."""
         if node.op_type != "Reshape" or metadata(node).keys() & {FORM_KEY, PART_OF_FORM}:
             return False
-        is_stored = node.input[1] in self.stored and not attributes(node).get("allowzero")
-        return is_stored and node.input[0] == tensor and _is_open_once(self.shape(node.output[0]) or (None,))
+        wanted = self.stored.get(node.input[1])
+        if wanted is None or (attributes(node).get("allowzero") and not array(wanted).all()):
+            return False
+        return node.input[0] == tensor and _is_open_once(self.shape(node.output[0]) or (None,))
 
     def leaves(self, tensor: str) -> bool:
         """Return True if something reads a tensor that needs its tokens."""
