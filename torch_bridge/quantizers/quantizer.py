@@ -96,6 +96,9 @@ def _rounded_power_of_two(base: Tensor, log2: Tensor, digits: int | None) -> Ten
     return torch.ldexp(torch.ldexp(mantissa, places).round().clamp_(min=1), exponent - places)
 
 
+_PIECE = 1 << 22  # elements of bfloat16 or float16 that are there in float32 at a time
+
+
 class Quantizer:
     """The object that fake-quantizes the tensor at one site.
 
@@ -228,7 +231,7 @@ class Quantizer:
         in_blocks = self._in_blocks(x)
         if x.dtype != torch.float32:
             # as in the file, where QuantizeLinear and DequantizeLinear compute in float32 whatever they are given
-            result = self(x.float()) if in_blocks is None else in_blocks
+            result = self._by_rows(x) if in_blocks is None else in_blocks
             return result if self.gives_float32 else result.to(x.dtype)
         if in_blocks is not None:
             return in_blocks
@@ -248,6 +251,17 @@ class Quantizer:
         if runs_per_tensor(x, scale):
             return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
         return fake_quantize(x, self._align(scale, x), self._align(zero_point, x), grid)
+
+    def _by_rows(self, x: Tensor) -> Tensor:
+        """Return narrow x on its grid, float32: a large table on one grid a few rows at a time."""
+        spec = self.spec
+        apart = spec.dtype.is_integer and not spec.dynamic and self.factors is None and self.limit is None
+        if x.numel() <= _PIECE or torch.is_grad_enabled() or not apart or self.scale_and_zero_point()[0].numel() > 1:
+            return self(x.float())
+        result, rows = torch.empty_like(x, dtype=torch.float32), max(_PIECE * len(x) // x.numel(), 1)
+        for first in range(0, len(x), rows):
+            result[first : first + rows] = self(x[first : first + rows].float())
+        return result
 
     def _in_blocks(self, x: Tensor) -> Tensor | None:
         """Return x of any float type on the grids of whole blocks, float32; None where those are others' to compute.

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from qsdk import DType, Encoding
 from qsdk.core.numerics.dtypes import DTYPES
-from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.planning.plan import Decision
+from torch_bridge.quantizers import quantizer as module
 from torch_bridge.quantizers.quantizer import Quantizer
 
 HALVES = {torch.float16: (11, -24, 16), torch.bfloat16: (8, -133, 128)}  # digits, least exponent, limit
@@ -153,3 +154,25 @@ def test_the_reason_names_the_dtype_the_grid_and_the_remedy():
 def test_infinities_go_to_the_ends_of_the_grid(dtype: torch.dtype):
     found: Tensor = quantizer_of("int8", 0.5)(torch.tensor([torch.inf, -torch.inf], dtype=dtype))
     assert found.tolist() == [63.5, -64.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("block", [None, 4])
+def test_a_large_weight_is_on_the_grid_that_it_has_in_float32(
+    dtype: torch.dtype, block: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_PIECE", 24)  # two rows of eight at a time, and a rest
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    spec = Spec(DTYPES["int8"], PerTensor() if block is None else PerBlock(1, block), symmetric=True)
+    owner = nn.Module()
+    quantizer = Quantizer(Decision("self:weight", "Gemm", "weight", spec, ""), owner, "qsdk_weight", owner)
+    scale = (
+        np.full(1, 0.03, np.float32) if block is None else np.linspace(0.01, 0.05, 10, dtype=np.float32).reshape(5, 2)
+    )
+    axis = None if block is None else 1
+    quantizer.set_encoding(Encoding(DTYPES["int8"], scale, np.zeros(scale.shape, np.int32), axis, block))
+    with torch.no_grad():
+        wanted = quantizer(x.float())
+        assert torch.equal(quantizer(x), wanted.to(dtype))
+        quantizer.gives_float32 = True
+        assert torch.equal(quantizer(x), wanted)
