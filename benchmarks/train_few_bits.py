@@ -8,7 +8,7 @@ on 4 of all at a time (`--lr` of weights, `--scale-lr` of scales, 0 to leave the
 words that occur in the texts, which makes a step nearly twice as fast as one over all; the table, which is the output
 layer too, is not trained.
 Texts and stories are drawn with other seeds. Recipes: `w4g32`, `w4g32z` (with zero points), `w3g128`,
-`w2g64` (weights alone, the table in float; in those of 4 bits it has 8, as folders for onnxruntime-genai have), `nvfp4`
+`w2g64` (weights alone, the table in float; in those of 4 bits it has one range of 8), `nvfp4`
 (W4A4), `w4a8kv8` (a scale per channel). `--compare` prints `w8a8`: calibrated on 8 such texts, on 8 stories, and on 8
 texts whose first token is any of the vocabulary, as without a `bos_token_id`.
 """
