@@ -77,6 +77,8 @@ _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 #: op without a kernel on codes -> the operands that are weights
 _IN_FLOATS = {"LSTM": (1, 2), "GRU": (1, 2), "RNN": (1, 2), "LayerNormalization": (1, 2)}
 _LOOK_UPS = frozenset({"Gather", "GatherElements", "GatherND"})
+_CUTS = frozenset({"Resize", "Slice"})
+_APART = frozenset({"Concat", "QuantizeLinear", "Resize"})  # read what is made of a stored tensor, and not its codes
 _SIZED = frozenset({"MatMul", "ReduceMean", "Transpose"})  # whose forms depend on sizes
 _BETWEEN = (["Reshape"], ["QuantizeLinear", "DequantizeLinear", "Reshape"])  # what stands behind a Transpose of tokens
 _IMAGE = 4  # axes
@@ -531,9 +533,19 @@ class _Writer(Pairs):
             return all(node is not None and node.op_type == "Mul" for node in others)
         if reader.op_type in _LOOK_UPS:  # of the same rows in every run
             return places == [0] and reader.input[1] in self.stored
+        if reader.op_type in _CUTS:  # of the same positions, such as those of the patches of an image
+            return places == [0] and self.stored.keys() >= {*reader.input[1:]} - {""} and self._is_apart(reader)
         if reader.op_type in _CONVOLUTIONS:
             return places == [1] and (not self._on_codes or self._is_dynamic_pair(reader.input[0]))
         return set(places) <= set(_IN_FLOATS.get(reader.op_type, ()))
+
+    def _is_apart(self, node: NodeProto) -> bool:
+        """Return True if no kernel on codes reads what a node makes of a stored tensor."""
+        readers = [reader for name in node.output for reader in self.readers.get(name, [])]
+        return all(
+            reader.op_type in _APART or (reader.op_type in ("Reshape", "Transpose") and self._is_apart(reader))
+            for reader in readers
+        )
 
     def _is_dynamic_pair(self, tensor: str) -> bool:
         pair = self.makers.get(tensor)

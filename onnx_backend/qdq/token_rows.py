@@ -17,6 +17,7 @@ from onnx_backend.proto.graph_queries import GraphIndex
 from onnx_backend.proto.nodes import attributes, metadata, replace_nodes, retain, set_attributes
 from onnx_backend.proto.weightless import Shape, Types
 from onnx_backend.qdq.forms import FORM_KEY, PART_OF_FORM, drop_notes, meant_by, note_form, note_part
+from onnx_backend.readers import COPY_KEY
 
 _OF_ONE = frozenset(
     {"Abs", "Clip", "DequantizeLinear", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish"}
@@ -193,10 +194,14 @@ class _Writer:
         self._begins = {n.output[0]: n.input[0] for n in known.graph.node if known.is_begin(n) and n.input[0] in rows}
         self._gone = {end.input[0]: end for name, end in known.ends.items() if name in rows and not known.leaves(name)}
         self._named = {name: self._row_name(name) for name in rows}
+        self._apart = {node.output[0]: node for node in known.graph.node if self._is_apart(node)}
+        for name, copy in self._apart.items():
+            self._named[name] = self._named[copy.input[0]]
 
     def write(self) -> None:
         """Write the rows into the graph."""
-        graph, gone = self._known.graph, {end.output[0] for end in self._gone.values()} | self._begins.keys()
+        graph, gone = self._known.graph, {end.output[0] for end in self._gone.values()}
+        gone |= self._begins.keys() | self._apart.keys()
         nodes = [part for value in graph.input for part in self._entering(value.name)]
         for node in graph.node:
             if gone.isdisjoint(node.output):
@@ -205,6 +210,13 @@ class _Writer:
         changed = {tensor for tensor, name in self._named.items() if tensor == name}
         replace_nodes(graph, nodes)
         retain(graph.value_info, lambda info: info.name not in changed)
+
+    def _is_apart(self, node: NodeProto) -> bool:
+        """Return True for a copy in front of norms, which the runtime does not join with a sum of rows."""
+        if node.op_type != "Sum" or COPY_KEY not in metadata(node) or not self._rows.issuperset(node.output):
+            return False
+        readers = self._known.readers.get(node.output[0], [])
+        return not self._known.leaves(node.output[0]) and all(reader.op_type in _NORMS for reader in readers)
 
     def _row_name(self, tensor: str) -> str:
         """Return the name of a tensor's rows: its own where nothing needs its tokens."""
@@ -238,18 +250,18 @@ class _Writer:
 
     def _by_row(self, node: NodeProto, copy: NodeProto) -> list[NodeProto]:
         """Return a node that computes row by row, and the Reshape behind it where something needs its tokens."""
-        tensor = node.output[0]
+        tensor, before = node.output[0], [self._apart[name] for name in node.input if name in self._apart]
         copy.input[:] = [self._named.get(name, name) for name in node.input]
         copy.output[:] = [self._named[tensor]]
         if attributes(node).get("axis", -1) != -1 and node.op_type in _NORMS:
             set_attributes(copy, {"axis": -1})
         if not self._known.leaves(tensor):
             if copy != node and FORM_KEY not in metadata(node):
-                note_form(copy, [node])
+                note_form(copy, [*before, node])
             return [copy]
         sizes = [n if isinstance(n, int) else -1 for n in self._known.shape(tensor) or ()]
         end = self._reshape(copy.output[0], tensor, sizes)
-        note_form(end, meant_by(node) or [node])
+        note_form(end, meant_by(node) or [*before, node])
         drop_notes(copy)
         note_part(copy, tensor)
         return [copy, end]

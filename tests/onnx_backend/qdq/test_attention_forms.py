@@ -155,3 +155,50 @@ def test_a_look_up_of_the_same_rows_is_computed_when_a_session_is_opened(config,
     assert not {"Gather", "GatherND"} & set(ran)
     np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
     require_same_sim(sim, path, batches, tmp_path)
+
+
+class Placed(nn.Module):
+    """Adds a class's place and those of patches, made larger, as a ViT for other images does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.places = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(1, 1 + 4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives a tensor of the size of x."""
+        image = self.places[:, 1:].transpose(1, 2).reshape(1, WIDTH, 2, 2)
+        patches = nn.functional.interpolate(image, size=(2, 4), mode="bicubic").flatten(2).transpose(1, 2)
+        return torch.tanh(self.linear(x) + torch.cat([self.places[:, :1], patches], 1))
+
+
+def test_places_that_are_made_larger_in_every_run_are_computed_when_a_session_is_opened(tmp_path):
+    torch.manual_seed(0)
+    batches, config = [torch.randn(2, 9, WIDTH)], qsdk.w8a8().for_dialect("onnxruntime")
+    sim, path, ran, wanted, got = exported(Placed(), batches, config, tmp_path)
+    assert not {"Resize", "Slice"} & set(ran)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+
+
+class Turned(nn.Module):
+    """Turns an image along both axes, and adds numbers of places relative to each other, as windows of a Swin do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(200, WIDTH))
+        self.register_buffer("places", torch.arange(36 * 36).reshape(36, 36) % 200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives a tensor of the size of x."""
+        turned = torch.roll(self.linear(x), (-1, -2), (1, 2))
+        return torch.tanh(turned + self.table[self.places.view(-1)].view(36, 36, -1)[:3])
+
+
+@CONFIGS
+def test_known_sizes_and_stored_indices_are_not_computed_in_every_run(config, tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3, 36, WIDTH)]
+    sim, path, ran, wanted, got = exported(Turned(), batches, config, tmp_path)
+    assert not {"Gather", "GatherND", "Mod", "Shape"} & set(ran)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)

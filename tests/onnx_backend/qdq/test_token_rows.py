@@ -159,3 +159,13 @@ def test_a_layer_of_rows_that_was_changed_is_refused(tmp_path):
     onnx.save(model, path)
     with pytest.raises(qsdk.FileFormatError, match=r"stands_for.*export"):
         qsdk.check_parity(sim, path, batches, progress=False)
+
+
+def test_sums_of_rows_need_no_copy_in_front_of_a_norm(tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 5, 8)]
+    sim, path, ran, wanted, got = exported(nn.Sequential(Block(), Block()), batches, CONFIGS["kernels"], tmp_path)
+    assert not {"Sum", "SkipLayerNormalization"} & set(ran)
+    assert any(node.op_type == "Sum" for node in without_rows(path).graph.node)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
