@@ -27,7 +27,7 @@ Each computes the same numbers; measured on onnxruntime 1.32:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any
@@ -52,7 +52,7 @@ from onnx_backend.proto.nodes import (
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import declared_types, is_large, skeleton
-from onnx_backend.qdq.forms import FORM_KEY, PART_OF_FORM, meant_by, note_form, note_part
+from onnx_backend.qdq.forms import FORM_KEY, PART_OF_FORM, in_order, meant_by, note_form, note_part
 from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.qdq.masks import hides_scores
 from onnx_backend.qdq.pairs import Pairs
@@ -156,7 +156,7 @@ def with_pairs(model: ModelProto) -> ModelProto:
             nodes.append(last)
         elif PART_OF_FORM not in facts:
             nodes.append(node)
-    replace_nodes(graph, _in_order(nodes, behind))
+    replace_nodes(graph, in_order(nodes, behind))
     drop_unused_initializers(graph)
     edges = {"input": graph.input, "output": graph.output}
     again = ModelProto(
@@ -177,16 +177,6 @@ def with_pairs(model: ModelProto) -> ModelProto:
         f"the nodes that {FORM_KEY} notes are not those that stand in the file at {wrong[0]!r}; it was changed, "
         "export it again"
     )
-
-
-def _in_order(nodes: Iterable[NodeProto], behind: dict[str, list[NodeProto]]) -> list[NodeProto]:
-    """Return nodes, each followed by those that stand behind its results."""
-    waiting, found = [*nodes][::-1], list[NodeProto]()
-    while waiting:
-        found.append(waiting.pop())
-        for name in found[-1].output[::-1]:
-            waiting += behind.pop(name, [])[::-1]
-    return found
 
 
 def _forms_of(model: ModelProto) -> dict[str, bytes]:

@@ -2,7 +2,7 @@
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from onnx import NodeProto
 
@@ -31,3 +31,13 @@ def meant_by(node: NodeProto) -> list[NodeProto]:
 def drop_notes(node: NodeProto) -> None:
     """Remove what a node of a form notes, in place."""
     retain(node.metadata_props, lambda fact: fact.key not in (FORM_KEY, PART_OF_FORM))
+
+
+def in_order(nodes: Iterable[NodeProto], behind: dict[str, list[NodeProto]]) -> list[NodeProto]:
+    """Return nodes, each followed by those that stand behind its results."""
+    waiting, found = [*nodes][::-1], list[NodeProto]()
+    while waiting:
+        found.append(waiting.pop())
+        for name in found[-1].output[::-1]:
+            waiting += behind.pop(name, [])[::-1]
+    return found
