@@ -180,18 +180,15 @@ def k_quant(sim: Any, data: Any, *, progress: bool) -> None:
             quantizer.replace_encoding(replace(old, **own))
 
 
-TABLE = ("embed_tokens",)  # which is the output layer too; 8 bits unless it is named
-RAISED = ("*layers.2.mlp.down_proj", "*layers.5.mlp.down_proj")  # as in the builder's k_quant_mixed
-#: file -> dtype of layers, what else has that, what has 8 bits, and verbs
-STORIES: dict[str, tuple[str, Sequence[str], Sequence[str], list[Any]]] = {
-    "nearest": ("int4", (), (), []),
-    "gptq": ("int4", (), (), [qsdk.gptq]),
-    "k-quant, zero points": ("uint4", (), (), [k_quant]),
-    "gptq, zero points": ("uint4", (), (), [qsdk.gptq]),
-    "gptq, zero points, two layers of 8 bits": ("uint4", (), RAISED, [qsdk.gptq]),
-    "gptq, table of 4 bits": ("int4", TABLE, (), [qsdk.gptq]),
-    "k-quant, zero points, table of 4 bits": ("uint4", TABLE, (), [k_quant]),
-    "gptq, zero points, table of 4 bits": ("uint4", TABLE, (), [qsdk.gptq]),
+#: file -> dtype of layers, whether the table, which is the output layer too, has it or 8 bits, and verbs
+STORIES: dict[str, tuple[str, bool, list[Any]]] = {
+    "nearest": ("int4", False, []),
+    "gptq": ("int4", False, [qsdk.gptq]),
+    "k-quant, zero points": ("uint4", False, [k_quant]),
+    "gptq, zero points": ("uint4", False, [qsdk.gptq]),
+    "gptq, table of 4 bits": ("int4", True, [qsdk.gptq]),
+    "k-quant, zero points, table of 4 bits": ("uint4", True, [k_quant]),
+    "gptq, zero points, table of 4 bits": ("uint4", True, [qsdk.gptq]),
 }
 
 
@@ -205,10 +202,10 @@ def stories(folder: Path) -> dict[str, Any]:
     data = [{"input_ids": part} for batch in heard for part in batch["input_ids"].split(4)]
     save(model, folder / "checkpoint")
     build(folder / "checkpoint", folder / "builder", "int4_accuracy_level=4")
-    for name, (weight, alike, raised, verbs) in STORIES.items():
+    for name, (weight, table, verbs) in STORIES.items():
         config = qsdk.weight_only(weight, block_size=32).for_dialect("genai")
-        for layer in (*alike, *raised):
-            config = config.override(layer, weight=weight if layer in alike else "int8", block_size=32)
+        if table:
+            config = config.override("embed_tokens", weight=weight, block_size=32)
         export(model, folder / name, config, data=data, verbs=verbs)
     own, rows = qsdk.analysis.perplexity(model, told, batch_size=8), dict[str, Any]()
     for name in ("builder", *STORIES):
