@@ -221,7 +221,7 @@ class _TensorsOnly(nn.Module):
         """Return the tensors among the model's outputs, with these in place of the example's."""
         rest = iter(tensors)
         args, kwargs = map_leaves(
-            self.given, lambda _, leaf: next(rest).to(leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            self.given, lambda _, leaf: _as(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf
         )
         outputs = leaves_of(self.model(*args, **kwargs), caches=self.has_cache)
         require_tensors(outputs)
@@ -229,6 +229,11 @@ class _TensorsOnly(nn.Module):
         # a separate output, also for an input or a weight that is returned, and for a tensor that is returned twice
         results = (leaf for _, leaf in outputs if isinstance(leaf, Tensor))
         return tuple(_identity(_widened(x) if self.widened else x) for x in results)
+
+
+def _as(own: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of the model's own, without a trace of an op (and of its device) where it has it."""
+    return x if x.dtype == own.dtype else x.to(own.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:
