@@ -6,9 +6,10 @@ the same float file, with and without its own preprocessing; `ours` is the twent
 `min_max`, `export`); `dialect` is `w8a8().for_dialect("onnxruntime")`, `vnni` that for such processors; `integer` is
 `to_integer(target="onnxruntime")` of ours. `--kinds dynamic` measures `dynamic_activations=True` for ONNX Runtime
 beside `quantize_dynamic` (`theirs`) instead (`dynamic_per_tensor` with one scale for each weight, as theirs), and
-`weights` weights alone. Times are ratios of the shortest of many interleaved runs, in three sessions of each file, to
-the float file's; `sqnr` is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and
-`--threads 1 2` choose what is measured.
+`weights` weights alone; `--kinds ours dialect tokens` measures both beside the same files with tokens between layers.
+Times are ratios of the shortest of many interleaved runs, in three sessions of each file, to the float file's; `sqnr`
+is in dB to the float file, on data that calibration has not seen. Names, `--batches 1 8` and `--threads 1 2` choose
+what is measured.
 """
 
 import argparse
@@ -22,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import torch
 from deployed_networks import NETWORKS, Network, settled
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static, shape_inference
 
 import qsdk
+from onnx_backend.qdq.fast_forms import with_pairs, write_fast_forms
 
 ROUNDS = 40
 SESSIONS = 3  # of each file
@@ -46,6 +49,7 @@ CONFIGS = {
     "vnni": qsdk.w8a8().for_dialect("onnxruntime", processor="vnni"),
 }
 DYNAMIC = "dynamic"  # beside `theirs`, of quantize_dynamic
+TOKENS = "tokens"  # the files of kinds without the rows that tokens are between layers
 _DYNAMIC = qsdk.QuantConfig(dynamic_activations=True)
 ALL_CONFIGS = {
     **CONFIGS,
@@ -122,6 +126,11 @@ def written(network: Network, folder: Path, size: int, kinds: list[str]) -> tupl
             qsdk.calibrate(sim, batches[:CALIBRATED], progress=False)
             qsdk.export(sim, folder / f"{name}.onnx")
             paths[name] = folder / f"{name}.onnx"
+    for name in [kind for kind in ("ours", "dialect") if TOKENS in kinds and kind in paths]:
+        model = with_pairs(onnx.load(paths[name]))
+        write_fast_forms(model, rows=False)
+        paths[f"{name}_tokens"] = folder / f"{name}_tokens.onnx"
+        onnx.save(model, paths[f"{name}_tokens"])
     if "integer" in kinds:
         path, data = folder / "integer.onnx", [batches[0]]
         options = {"target": "onnxruntime", "data": data, "progress": False}
