@@ -14,7 +14,8 @@ site that is fed with the sim's values, and `first` the first one that is more t
 are off the float model there, `rounded_db` qsdk's after `adaround`, and `float_db4`, `theirs_db4` with weights of 4
 bits (qsdk after `adaround`); `delegated`, `theirs_delegated`, shares of ops of the model (all but quantize and
 dequantize ops) that the partitioner gives to XNNPACK, and `integer`,
-`theirs_integer`, of those that compute there between dequantize and quantize ops. `ours_error`,
+`theirs_integer`, of those that compute there between dequantize and quantize ops; `ops`, how many there are, and
+`outside`, which of them XNNPACK does not get (and `theirs_`). `ours_error`,
 `theirs_error`: what kept a flow from its end. The summary counts networks.
 """
 
@@ -26,6 +27,7 @@ import logging
 import math
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -68,8 +70,8 @@ def _is_work(node: fx.Node) -> bool:
     return node.op == "call_function" and not any(name in str(node.target) for name in skipped)
 
 
-def shares(edge: Any) -> tuple[float, float]:
-    """Return the shares of a program's ops that XNNPACK has, and that compute in integers there."""
+def shares(edge: Any, row: Row, whose: str = "") -> None:
+    """Note the shares of a program's ops that XNNPACK has, and that compute in integers there, and the ops outside."""
     module = edge.exported_program().graph_module
     inside: list[fx.Node] = []
     for node in module.graph.nodes:
@@ -84,7 +86,8 @@ def shares(edge: Any) -> tuple[float, float]:
         first = bool(node.all_input_nodes) and _is(node.all_input_nodes[0], "dequantize")
         if fused or (first and all(_is(x, "dequantize") or x.op == "placeholder" for x in given)):
             integer.append(node)
-    return round(len(inside) / whole, 3), round(len(integer) / whole, 3)
+    row |= {f"{whose}delegated": round(len(inside) / whole, 3), f"{whose}integer": round(len(integer) / whole, 3)}
+    row |= {f"{whose}outside": dict(Counter(str(node.target) for node in outside)), f"{whose}ops": whole}
 
 
 def in_runtime(edge: Any) -> Callable[..., Tensor]:
@@ -159,7 +162,7 @@ def measure_ours(model: torch.nn.Module, network: Network, row: Row, folder: Pat
     simulated = on_tests(sim, network)
     row["float_db"] = decibels(wanted, simulated)
     edge = lowered(torch.export.load(folder / "m.pt2"))
-    row["delegated"], row["integer"] = shares(edge)
+    shares(edge, row)
     row["pte_db"] = decibels(simulated, on_tests(in_runtime(edge), network))
     if row["pte_db"] < NOISE_OF_FLOATS:
         tests = tests_of(network)
@@ -186,7 +189,7 @@ def measure_theirs(model: torch.nn.Module, network: Network, row: Row, *, short:
         row[name] = decibels(wanted, on_tests(program.module(check_guards=False), network))
         if bits == 8:
             edge = lowered(program)
-            row["theirs_delegated"], row["theirs_integer"] = shares(edge)
+            shares(edge, row, "theirs_")
 
 
 def measure(name: str, network: Network, *, short: bool) -> Row:
