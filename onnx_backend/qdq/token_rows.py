@@ -43,9 +43,11 @@ def _with_one_name(graph: GraphProto, shapes: Mapping[str, Shape]) -> dict[str, 
 
     Inference gives a new name to the size that a Reshape leaves open, and where two names meet.
     """
-    known = dict[str, tuple[int, str]]()
+    known, stored = dict[str, tuple[int, str]](), {tensor.name for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type not in _OF_TWO | _MEETING or not node.output:
+        if node.op_type not in _OF_TWO | _MEETING or any(
+            name not in stored and None in shapes.get(name, (None,)) for name in node.input
+        ):
             continue
         for size in _open_sizes(shapes, node.output):
             read = {known.get(name, (1, name)) for name in _open_sizes(shapes, node.input)}
@@ -96,7 +98,7 @@ class _Regions(GraphIndex):
 
     def tokens(self, tensor: str) -> Shape | None:
         """Return the axes before the last one of a tensor of tokens, of which at most one is open; else None."""
-        shape = self._shapes.get(tensor, ())
+        shape = () if tensor in self.stored else self._shapes.get(tensor, ())
         return shape[:-1] if len(shape) >= _LEAST_AXES and _is_open_once(shape) and isinstance(shape[-1], int) else None
 
     def tensors(self, node: NodeProto) -> list[str]:
@@ -181,9 +183,9 @@ class _Regions(GraphIndex):
             return axes is not None and array(axes).tolist() == [-1] and attributes(node).get("keepdims", 1) == 1
         if node.op_type == "MatMul":
             return len(self.shape(node.input[1]) or ()) == 2
-        operands = [self.shape(name) for name in node.input]
-        aligned = [shape is not None and (len(shape) < 2 or shape[:-1] == tokens) for shape in operands]
-        return node.op_type in _OF_TWO and all(aligned) and node.output[0] not in self.stored
+        operands = [(name, self.shape(name)) for name in node.input]
+        aligned = [shape is not None and (len(shape) < 2 or self.tokens(name) == tokens) for name, shape in operands]
+        return node.op_type in _OF_TWO and all(aligned)
 
 
 class _Writer:

@@ -68,6 +68,20 @@ class Windows(nn.Module):
         return x + self.layers[3](torch.relu(self.layers[2](x)))
 
 
+class Positions(nn.Module):
+    """Adds an image's own numbers of places between two layers, as a ViT does."""
+
+    def __init__(self, places, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.places = nn.Parameter(torch.randn(1, places, width))
+
+    def forward(self, x):
+        """Give as many tokens."""
+        first, middle, last = self.layers
+        return last(torch.relu(middle(torch.relu(first(x)) + self.places)))
+
+
 class Beside(nn.Module):
     """Adds tokens of another input, of which there may be one row for all."""
 
@@ -169,3 +183,21 @@ def test_sums_of_rows_need_no_copy_in_front_of_a_norm(tmp_path):
     assert any(node.op_type == "Sum" for node in without_rows(path).graph.node)
     np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
     require_same_sim(sim, path, batches, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(5, 8), (80, 64)], ids=["few", "many"]
+)  # of many, a graph without weights has inputs
+@pytest.mark.parametrize("places", ["codes", "floats"])
+def test_stored_tokens_of_one_image_are_added_as_they_are(places, sizes, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(1, *sizes)
+    config = CONFIGS["all"] if places == "codes" else CONFIGS["all"].skip("self")
+    sim = qsdk.quantize(Positions(*sizes), x, config)
+    qsdk.calibrate(sim, [x], progress=False)
+    path = tmp_path / "model.onnx"
+    qsdk.export(sim, path, shapes={"x": tuple(x.shape)})
+    written, before = onnx.load(path), without_rows(path)
+    assert reshapes(written) <= reshapes(before) - (places == "codes")
+    np.testing.assert_array_equal(ran_as(written, [x])[0], ran_as(before, [x])[0])
+    assert qsdk.check_parity(sim, path, [x], progress=False).summary["passed"]
