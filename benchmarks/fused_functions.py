@@ -74,6 +74,20 @@ class Masked(nn.Module):
         return torch.softmax(x + torch.full((64, 64), -torch.inf).triu(1), -1)
 
 
+class Joined(nn.Module):
+    """Joins four enlarged images and reads them by a convolution, as SegFormer's head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(3, 64, 8, stride=8) for _ in range(4))
+        self.last = nn.Conv2d(256, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute it."""
+        large = [nn.functional.interpolate(branch(x), scale_factor=4.0, mode="bilinear") for branch in self.branches]
+        return self.last(torch.cat(large, 1))
+
+
 def exported(model: nn.Module, example: Tensor, config: qsdk.QuantConfig, path: Path, dialect: str) -> onnx.ModelProto:
     sim = qsdk.quantize(model.eval(), example, config)
     qsdk.calibrate(sim, [example], progress=False)
@@ -173,6 +187,9 @@ def main() -> None:
         found["one kernel"]["Softmax of codes, in floats"] = ratio(whole, one_by_one(whole), rows=768)
         folded = {
             "Softmax of masked scores": (Masked(), torch.randn(12, 64, 64), qsdk.w8a8()),
+            "GroupNorm, 8 channels a group": (nn.GroupNorm(32, 256), torch.randn(1, 256, 32, 32), qsdk.w8a8()),
+            "GroupNorm, a channel a group": (nn.GroupNorm(256, 256), torch.randn(1, 256, 32, 32), qsdk.w8a8()),
+            "Concat of floats": (Joined(), torch.randn(1, 3, 64, 64), qsdk.w8a8().for_dialect("onnxruntime")),
             "LSTM": (Recurrent(), torch.randn(1, 16, 128), qsdk.w8a8()),
             "Linear in blocks of 4 bits": (nn.Linear(512, 512), torch.randn(8, 512), qsdk.w4a8(block_size=32)),
         }
