@@ -169,6 +169,7 @@ class ProgramBuilder:
         self._sites: dict[fx.Node, str] = {}
         self._read_at: dict[fx.Node, str] = {}
         self._own: set[fx.Node] = set()
+        self._values: dict[fx.Node, Tensor] = {}
         self.rows: list[dict[str, Any]] = []
         self.order: list[str] = []
 
@@ -239,7 +240,10 @@ class ProgramBuilder:
         owner, _, layer = _attribute(self._read_at[w]).rpartition("weight_ih")
         stored: dict[str, Tensor] = {}
         mode = f"RNN_{node.kwargs['attr_strs'][-1]}".upper() if op_type == "RNN" else op_type  # type: ignore[index]
-        weights, recurrent = self._value(w), self._value(r)
+        for read in (w, r):  # before the first call puts floats in the place of the codes
+            if read not in self._values:
+                self._values[read] = self._value(read)
+        weights, recurrent = self._values[w], self._values[r]
         added = None if biases is None else self._value(biases)
         for direction, suffix in zip(range(len(weights)), ("", "_reverse"), strict=False):
             parts = {"weight_ih": weights[direction], "weight_hh": recurrent[direction]}

@@ -51,6 +51,7 @@ class Frame:
         counts: number of calls so far of each op in this frame.
         calls: number of calls so far of each module in the whole forward pass; all frames of the pass share it,
             because a module may call another one that lies deep inside a third.
+        weights: of recurrent layers, as the pass has marked them, by site; shared likewise.
         narrowing: casts the parameters of the module while it computes in a narrow float type.
     """
 
@@ -63,6 +64,7 @@ class Frame:
     training: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
     narrowing: "NarrowParameters | None" = None
 
     def count_op(self, name: str) -> int:

@@ -115,11 +115,15 @@ def _emit(runtime: Runtime, port: str, x: Tensor) -> Tensor:
 def _read_weights(module: nn.RNNBase, runtime: Runtime, layer: int) -> list[Tensor]:
     """Return W and R of a layer, read through their sites."""
     assert runtime.frame is not None
+    known = runtime.frame.weights if runtime.phase == "mark" else {}  # a second call's stack would be another tensor
     result = []
     for name in (f"weight_ih_l{layer}", f"weight_hh_l{layer}"):
-        weight = onnx_weight(module, name)
-        assert weight is not None
-        result.append(runtime.emit(site_name(runtime.frame.path, name), weight))
+        site = site_name(runtime.frame.path, name)
+        if site not in known:
+            weight = onnx_weight(module, name)
+            assert weight is not None
+            known[site] = runtime.emit(site, weight)
+        result.append(known[site])
     return result
 
 

@@ -77,7 +77,7 @@ class Runtime(RuntimeState):
             refuse_reused(paths[0])
         frame = Frame(paths[0], call_name(parent, paths), leaf, training=training)
         if parent is not None:
-            frame.calls = parent.calls
+            frame.calls, frame.weights = parent.calls, parent.weights
         if self.calls.differ or self.takes_own_path or self.calls.recorded is not None:
             frame.name = self.name_call(frame.name, parent, op=False)
         if is_recording_gradients():

@@ -259,6 +259,39 @@ def test_a_recurrent_layer_is_torchs_own_op_with_its_weights_on_their_grids(kind
         torch.testing.assert_close(got, expected)
 
 
+class CalledTwice(nn.Module):
+    """A recurrent layer that reads its own result."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer = kind(8, 4 if options.get("bidirectional") else 8, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x + self.layer(x)[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {"bidirectional": True}),
+        pytest.param(nn.GRU, {"num_layers": 2}, marks=pytest.mark.slow),
+        pytest.param(nn.RNN, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_recurrent_layer_that_is_called_twice_has_one_pair_of_weights_in_every_file(
+    kind: Any, options: dict[str, Any], tmp_path: Path
+):
+    module, x = CalledTwice(kind, **options).eval(), seeded(3, 5, 8)
+    sim = calibrated(module, x, w8a8())
+    export(sim, tmp_path / "m.onnx")
+    assert check_parity(sim, tmp_path / "m.onnx", [x], progress=False).summary["passed"]
+    assert quantize(tmp_path / "m.onnx", None).encodings == sim.encodings
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    program = torch.export.load(tmp_path / "m.pt2")
+    assert set(program.state_dict) == set(module.state_dict())
+    torch.testing.assert_close(program.module()(x.flip(0)), sim(x.flip(0)))
+
+
 def test_an_onnx_sim_and_options_of_onnx_are_refused(tmp_path: Path):
     linear = calibrated(nn.Linear(4, 4), seeded(2, 4), w8a8())
     export(linear, tmp_path / "m.onnx")
