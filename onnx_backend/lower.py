@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
@@ -32,6 +31,7 @@ from onnx_backend.runtimes.registry import note_form, runtime_named
 from onnx_backend.runtimes.runtime import Prefer, Runtime
 from onnx_backend.workarounds.kernel_casts import insert_kernel_casts
 from onnx_backend.workarounds.onnxruntime_barriers import OPTIONS_KEY, needed_options
+from qsdk.core.arrays import Array
 from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType, int8
@@ -43,7 +43,6 @@ _BY_ATTRIBUTE, _BY_BOTH = "QDQ output_dtype", "QDQ output_dtype and zero point" 
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
 _BFLOAT16 = 22  # the opset from which Conv, pooling and their kin take bfloat16
 _PRECISION = 23  # the opset from which a QuantizeLinear says in which type it divides
-Array = npt.NDArray[Any]
 
 
 def insert(

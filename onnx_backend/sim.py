@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
@@ -29,6 +28,7 @@ from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
 from onnx_backend.runtime.session import RepeatedSession
+from qsdk.core.arrays import Array
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.for_dialect import AnyDialect
 from qsdk.core.errors import ConfigError, ModelError
@@ -69,7 +69,7 @@ class WeightEdits:
         self._snapshots.add(snapshot)
         return snapshot
 
-    def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+    def write(self, values: Mapping[str, Array]) -> None:
         """Replace stored float tensors, by name, by other values of the same shape, rounded to their type."""
         stored = initializers(self._model.graph)
         written = {name: _tensor(name, value, stored.get(name)) for name, value in values.items()}
@@ -99,7 +99,7 @@ class WeightEdits:
             stored[name].CopyFrom(tensor)
 
 
-def _tensor(name: str, value: npt.NDArray[Any], current: TensorProto | None) -> TensorProto:
+def _tensor(name: str, value: Array, current: TensorProto | None) -> TensorProto:
     if current is None or current.data_type not in FLOATS:
         raise ModelError(f"the model stores no float tensor of the name {name!r}; only those can be changed")
     if tuple(current.dims) != value.shape:
@@ -107,9 +107,6 @@ def _tensor(name: str, value: npt.NDArray[Any], current: TensorProto | None) -> 
     with np.errstate(over="ignore"):  # too large for a narrower type: infinite
         typed = np.ascontiguousarray(value).astype(helper.tensor_dtype_to_np_dtype(current.data_type))
     return numpy_helper.from_array(typed, name)
-
-
-Array = npt.NDArray[Any]
 
 
 class OnnxSim(StatefulSim):

@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qsdk.core.arrays import Floats
 from qsdk.core.comparing.place import Array, Place, owner_names, rounding_noise
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
@@ -87,7 +87,7 @@ def _with_cache(sim: QuantSim, batch: Any) -> Any:
 
 def outputs(
     sim: QuantSim, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
-) -> Iterator[list[npt.NDArray[np.float32]]]:
+) -> Iterator[list[Floats]]:
     """Yield the floating-point outputs of each batch, in order, of the simulation or in float."""
     for number, batch in enumerate(batches):
         with eval_mode(sim.model), torch.no_grad(), sim.float_phase() if in_float else nullcontext():
@@ -103,7 +103,7 @@ def stored_by_name(sim: QuantSim) -> LazyArrays:
 
 
 @torch.no_grad()
-def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None:
+def change_stored(sim: QuantSim, values: Mapping[str, Array]) -> None:
     """Copy values of the same shape into the parameters and buffers of these names, also in the float model."""
     tensors = _tensors(sim)
     with writing(sim.model, sim.given, sim.weight_files, [tensors[name] for name in values], rounds=False):
@@ -130,7 +130,7 @@ def _tensors(sim: QuantSim) -> dict[str, Tensor]:
 def visit_sites(
     sim: QuantSim,
     data: Iterable[Any],
-    each: Callable[[str, npt.NDArray[Any]], None],
+    each: Callable[[str, Array], None],
     *,
     title: str,
     sites: Collection[str] | None = None,

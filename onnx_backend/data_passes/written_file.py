@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import GraphProto, ModelProto
 
@@ -32,12 +31,12 @@ from onnx_backend.runtime.providers import CPU_ONLY
 from onnx_backend.runtime.user_session import EndedProcessError, Level, UserSession, user_session
 from onnx_backend.workarounds.kernel_casts import has_other_floats
 from onnx_backend.workarounds.onnxruntime_barriers import HALVES, needed_options
+from qsdk.core.arrays import Array
 from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.numerics import affine
 from qsdk.core.report import Report
 
-Array = npt.NDArray[Any]
 _MOST = 2**30  # bytes of a file; a session takes two to three times as much
 _MEASURED = (1, 31)  # the oldest version whose default level the tables of forms were measured on
 _FEW = 2**24  # bytes of a file for which more threads than one take longer to start than they save

@@ -3,17 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto, helper
 
 from onnx_backend.genai.editor import Editor
 from onnx_backend.genai.products import Product
 from onnx_backend.proto.external_data import array
+from qsdk.core.arrays import Array
 
-Array = npt.NDArray[Any]
 #: matrices of an adapter by name -> one that is made of them
 Joined = Callable[[Mapping[str, Array]], Array]
 

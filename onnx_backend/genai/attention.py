@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto
 
 from onnx_backend.genai.adapters import find_adapted, with_adapters
@@ -18,8 +17,8 @@ from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import find_products, merge_alike, merged
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.forms import PART_OF_FORM
+from qsdk.core.arrays import Array
 
-Array = npt.NDArray[Any]
 _TURNED_UNIT = 8  # pairs of numbers that the kernel turns at once
 _TABLES = ("cos_cache", "sin_cache")
 _HEADS_LAST, _TURNED = [0, 2, 1, 3], [0, 1, 3, 2]

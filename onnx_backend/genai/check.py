@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
 from onnx_backend.genai import generator
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ExportError
 
-Array = npt.NDArray[Any]
 #: tokens [n], and whether layers leave their inputs in floats -> the logits [n, vocabulary] of the simulation
 Logits = Callable[[Array, bool], Array]
 _TOKENS = 8  # that are generated

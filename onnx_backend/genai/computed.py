@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, helper, numpy_helper
 
@@ -17,9 +16,9 @@ from onnx_backend.genai.editor import Editor
 from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.nodes import attributes, copied
 from onnx_backend.proto.subgraphs import reads
+from qsdk.core.arrays import Array
 from qsdk.core.graph.graph import PAST, STEP, TOTAL
 
-Array = npt.NDArray[Any]
 _STEP = 3  # tokens of a step that a mask is asked about
 _HIDDEN = -1e4  # what is added to scores that a softmax is not to see
 _PROMPT = 24

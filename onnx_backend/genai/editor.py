@@ -5,7 +5,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
@@ -14,8 +13,8 @@ from onnx_backend.proto.lazy_tensors import LargeTensor, as_stub, is_stub
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large
+from qsdk.core.arrays import Array
 
-Array = npt.NDArray[Any]
 MICROSOFT = "com.microsoft"
 _SOME = 4096  # elements of a stored tensor that is looked into
 

@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.products import CODES, packed_bits
 from onnx_backend.proto.nodes import metadata
+from qsdk.core.arrays import Array
 
-Array = npt.NDArray[Any]
 _TOKENS = 5  # that the parts are tried with
 _LEAST_BLOCK = 16
 _BITS = (4, 8)  # with 2, the kernel (onnxruntime 1.32) is off by a thousandth

@@ -3,26 +3,36 @@
 Every form is found by structure and computes what the nodes did that it stands for; what has none stays as it is.
 """
 
-from collections.abc import Collection, Mapping
+import json
+from base64 import b64decode
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.genai.adapters import Joined
 from onnx_backend.genai.attention import AttentionWriter, Norm, Turn
-from onnx_backend.genai.caches import FloatCaches, take_codes, without_pairs
 from onnx_backend.genai.computed import Computed
 from onnx_backend.genai.editor import MICROSOFT, Editor
 from onnx_backend.genai.experts import ExpertsWriter
-from onnx_backend.genai.lookups import write_products
+from onnx_backend.genai.products import CODES, Product, find_products, merged
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.inputs import static_sizes, with_inferred_shapes
 from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub
-from onnx_backend.proto.nodes import drop_unused_initializers, replace_nodes, retain
+from onnx_backend.proto.nodes import (
+    copied,
+    drop_unused_initializers,
+    metadata,
+    rename_inputs,
+    replace_nodes,
+    retain,
+    set_attributes,
+)
 from onnx_backend.proto.weightless import skeleton
+from onnx_backend.qdq.forms import FORM_KEY
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
@@ -194,3 +204,167 @@ def _drop_unread_inputs(model: ModelProto) -> None:
     """Remove the inputs that nothing reads any more, in place."""
     read = {name for node in model.graph.node for name in node.input}
     retain(model.graph.input, lambda value: value.name in read)
+
+
+# --- A cache of int8: the pairs around keys and values go, and GroupQueryAttention keeps the codes with their scales
+
+_ONE_SCALE = "PER_TENSOR"
+
+
+@dataclass(frozen=True)
+class FloatCaches:
+    """A decoder whose pairs around keys and values are taken away.
+
+    Attributes:
+        model: a changed copy.
+        scales: input with a past -> the scale of its codes.
+    """
+
+    model: ModelProto
+    scales: dict[str, float]
+
+
+def without_pairs(model: ModelProto) -> FloatCaches | str | None:
+    """Return a decoder without the pairs of its cache, why the kernel has no form of them, or None without any.
+
+    They are the only pairs of activations, of int8 without zero points, and those of one cache have one scale.
+    """
+    editor = Editor(model, {})
+    pairs = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    if not pairs:
+        return None
+    inputs, scales = {value.name for value in model.graph.input}, dict[str, float]()
+    for node in pairs.values():
+        scale, zero = editor.scalar(node.input[1]), editor.index.stored.get(node.input[2] if node.input[2:] else "")
+        if scale is None or zero is None or zero.data_type != TensorProto.INT8 or editor.scalar(zero.name):
+            return "its cache is not int8 with one scale and no zero point; for_dialect('genai') chooses one without"
+        if node.input[0] in inputs:
+            scales[node.input[0]] = scale
+    known = np.array([*scales.values()])
+    foreign = next((node for node in pairs.values() if editor.scalar(node.input[1]) not in known), None)
+    if foreign is not None:
+        return f"{foreign.input[0]!r} is quantized, and is not in the cache"
+    return FloatCaches(_bypassed(model, pairs), scales)
+
+
+def _bypassed(model: ModelProto, pairs: dict[str, NodeProto]) -> ModelProto:
+    """Return a copy of a model without these pairs, its outputs under their names."""
+    result = copied(model)
+    outputs, renamed, nodes = {value.name for value in result.graph.output}, dict[str, str](), list[NodeProto]()
+    for node in result.graph.node:
+        for place, name in enumerate(node.input):
+            node.input[place] = renamed.get(name, name)
+        if node.op_type == "DequantizeLinear" and node.input[0] in pairs:
+            source = renamed.get(pairs[node.input[0]].input[0], pairs[node.input[0]].input[0])
+            renamed[node.output[0]] = source
+        elif node.op_type != "QuantizeLinear":
+            nodes.append(node)
+    leaving = {renamed[name]: name for name in outputs if name in renamed}
+    for node in nodes:
+        for place, name in enumerate(node.output):
+            node.output[place] = leaving.get(name, name)
+    rename_inputs(nodes, leaving)
+    replace_nodes(result.graph, nodes)
+    drop_unused_initializers(result.graph)
+    return result
+
+
+def take_codes(model: ModelProto, scales: dict[str, float]) -> None:
+    """Have the attentions of a fused decoder keep int8 codes, in place."""
+    editor = Editor(model, {})
+    edges = {value.name: value for value in (*model.graph.input, *model.graph.output)}
+    for node in model.graph.node:
+        if node.op_type != "GroupQueryAttention":
+            continue
+        names = [editor.keep(f"{name}.scale", np.array([scales[name]], np.float32)) for name in node.input[3:5]]
+        node.input.extend([""] * (12 - len(node.input)) + names)  # behind the sinks
+        for name in (*node.input[3:5], *node.output[1:3]):
+            edges[name].type.tensor_type.elem_type = TensorProto.INT8
+        set_attributes(node, {"k_quant_type": _ONE_SCALE, "v_quant_type": _ONE_SCALE, "kv_cache_bit_width": 8})
+
+
+# --- Products as MatMulNBits, and look-ups in a table that is an output layer too on the codes of that layer ----------
+
+_BITS = (4, 8)  # of codes that the kernel reads
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Rows that a model takes from a table of stored codes.
+
+    Attributes:
+        table: the DequantizeLinear of the table, or of its rows.
+        codes: name of the stored table.
+        places: the tensor of row numbers.
+        output: the rows.
+    """
+
+    table: NodeProto
+    codes: str
+    places: str
+    output: str
+
+    def site(self) -> str:
+        """Return the site of the table."""
+        facts = metadata(self.table)
+        if FORM_KEY in facts:  # of rows: the form notes the table first
+            facts = metadata(NodeProto.FromString(b64decode(json.loads(facts[FORM_KEY])[0])))
+        return facts.get("qsdk.site", self.codes)
+
+
+def write_products(editor: Editor) -> None:
+    """Write every product with stored codes as a MatMulNBits, and look-ups in the same codes as what reads those."""
+    written = [(product, merged(editor, [product], product.output)) for product in find_products(editor)]
+    for product, node in written:
+        editor.replace(product.output, [node])
+    for rows in _look_ups(editor):
+        match = next(((product, node) for product, node in written if _is_table_of(editor, rows, product)), None)
+        if match is not None:
+            editor.replace(rows.output, _nodes(editor, rows, *match))
+    editor.apply()
+
+
+def _look_ups(editor: Editor) -> Iterator[LookUp]:
+    """Yield the look-ups along the first axis, whether rows or the table are dequantized."""
+    for node in editor.model.graph.node:
+        if node.op_type != "Gather" or editor.options(node).get("axis", 0) != 0:
+            continue
+        table, rows = editor.maker(node.input[0], "DequantizeLinear"), editor.reader(node.output[0], "DequantizeLinear")
+        if table is not None and table.input[0] in editor.index.stored:
+            yield LookUp(table, table.input[0], node.input[1], node.output[0])
+            continue
+        scale = None if rows is None else editor.index.stored.get(rows.input[1])
+        if rows is not None and scale is not None and not scale.dims and node.input[0] in editor.index.stored:
+            yield LookUp(rows, node.input[0], node.input[1], rows.output[0])
+
+
+def _is_table_of(editor: Editor, found: LookUp, product: Product) -> bool:
+    """Return True if the table of a look-up has the codes and the grids of a product, transposed, in whole blocks."""
+    stored, (width, made) = editor.index.stored[found.codes], product.sizes
+    bits, lift = CODES.get(stored.data_type, (0, 0))
+    if [*stored.dims] != [made, width] or width % product.block or bits != product.bits or bits not in _BITS:
+        return False
+    options = editor.options(found.table)
+    axis, block = options.get("axis", 1) % 2, options.get("block_size", 0)
+    if lift != product.lift or (block and (axis != 1 or block != product.block)):
+        return False
+    names = [name for name in found.table.input[1:] if name]
+    grids = [editor.stored(name)() for name in names]
+    if any(grid.ndim == 1 and axis != 0 for grid in grids):
+        return False
+    wide = [grid if block else np.broadcast_to(grid.reshape(-1, 1), product.grid) for grid in grids]
+    half = 1 << (bits - 1)
+    zeros = wide[1].astype(np.int16) + lift if len(wide) > 1 else np.full(product.grid, lift, np.int16)
+    theirs = np.full(product.grid, half) if product.zeros is None else product.zeros
+    same = np.array_equal(wide[0], product.scales()) and np.array_equal(zeros, theirs)
+    return same and np.array_equal(editor.stored(found.codes)(), product.codes().T)
+
+
+def _nodes(editor: Editor, found: LookUp, product: Product, layer: NodeProto) -> list[NodeProto]:
+    """Return the look-up in what the layer's kernel reads: the same codes, their blocks side by side."""
+    flat = editor.shaped(layer.input[1], [0, -1], f"{found.output}/table")
+    inputs = [flat.output[0], found.places, *layer.input[2:4]]
+    options = {"bits": product.bits, "block_size": product.block, "gather_axis": 0, "quantize_axis": 1}
+    form = f"{product.bits} bits, blocks of {product.block}"
+    editor.forms[found.site()] = f"GatherBlockQuantized, {form}, the codes of {product.site}"
+    return [flat, editor.node("GatherBlockQuantized", inputs, [found.output], domain=MICROSOFT, **options)]

@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.genai.editor import MICROSOFT, Editor
@@ -19,8 +18,8 @@ from onnx_backend.proto.lazy_tensors import PIECE
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.layer_inputs import PART_KEY
 from onnx_backend.readers import BLOCK_KEY, COPY_KEY
+from qsdk.core.arrays import Array
 
-Array = npt.NDArray[Any]
 #: stored type -> bits, and what makes its codes unsigned
 CODES: dict[int, tuple[int, int]] = {
     TensorProto.INT2: (2, 2),

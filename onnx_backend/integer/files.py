@@ -12,8 +12,14 @@ from onnx import ModelProto
 from onnx_backend.integer.convert import IntegerResult, convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.firmware.files import firmware_file, require_straight
-from onnx_backend.integer.verify.measure import compare_runtimes, measure, measured_inputs
-from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
+from onnx_backend.integer.verify.measure import (
+    add_op_parity,
+    compare_runtimes,
+    measure,
+    measured_inputs,
+    operations,
+    run_teacher_forced,
+)
 from onnx_backend.passes.in_float32 import in_float32
 from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.passes.static_sizes import propagate_static_sizes

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_backend.runtimes.runner import installed_package
+from qsdk.core.arrays import Array
 from qsdk.core.errors import FileFormatError
 
-Array = npt.NDArray[Any]
 EXTRA = "litert"
 _SCHEMA_VERSION, _IDENTIFIER = 3, b"TFL3"
 _FACTS = "qsdk"  # the entry of the file's metadata that holds `Program.facts`

@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from onnx_backend.litert import fixed_math as fx
 from onnx_backend.litert.program import Grid, Op, Program
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ExportError
 
-Array = npt.NDArray[Any]
 _ADD_BITS = MappingProxyType({"int8": 20, "int16": 15})
 
 

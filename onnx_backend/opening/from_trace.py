@@ -3,9 +3,7 @@
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy.typing as npt
 from onnx import ModelProto, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
@@ -15,10 +13,9 @@ from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.weightless import is_large
 from onnx_backend.workarounds.kernel_casts import note_single_roundings
+from qsdk.core.arrays import Array
 from qsdk.core.graph.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

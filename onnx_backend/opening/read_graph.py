@@ -4,10 +4,8 @@ import math
 from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
@@ -29,6 +27,7 @@ from onnx_backend.proto.nodes import (
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies, reads
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
 from onnx_backend.qdq.read import FLOAT_CODES
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.planning.operands import is_scalar, operands_of
@@ -57,7 +56,7 @@ def read_graph(
     model: ModelProto,
     types: Types | None = None,
     *,
-    weights: Mapping[str, npt.NDArray[Any]] | None = None,
+    weights: Mapping[str, Array] | None = None,
     modules: bool = False,
 ) -> Graph:
     """Read a model: its marks become sites, or, if it has none, every float tensor gets one of its own.
@@ -162,7 +161,7 @@ def _build(
     stripped: _Stripped,
     types: Types,
     stored: Mapping[str, TensorProto],
-    weights: Mapping[str, npt.NDArray[Any]],
+    weights: Mapping[str, Array],
 ) -> Graph:
     tensors: list[Tensor] = []
     ids: dict[str, int] = {}
@@ -205,7 +204,7 @@ def _build(
     return Graph(tensors, ops, inputs, [ids[value.name] for value in model.graph.output])
 
 
-def _constant(stored: TensorProto, site: str | None, weights: Mapping[str, npt.NDArray[Any]], *, keep: bool) -> Tensor:
+def _constant(stored: TensorProto, site: str | None, weights: Mapping[str, Array], *, keep: bool) -> Tensor:
     """Return a stored tensor; `weights` has its value where the model has only a stub of it."""
     shape = tuple(int(n) for n in stored.dims)
     value = None
@@ -215,7 +214,7 @@ def _constant(stored: TensorProto, site: str | None, weights: Mapping[str, npt.N
     return Tensor(stored.name, dtype_name(stored.data_type), shape, site, True, value)
 
 
-def _is_mask(value: npt.NDArray[Any]) -> bool:
+def _is_mask(value: Array) -> bool:
     """Return True if a stored tensor is an attention mask, that is, holds the lowest number or minus infinity."""
     return value.dtype.name in FLOAT_CODES and value.size > 0 and bool(value.min() <= np.finfo(np.float16).min)
 

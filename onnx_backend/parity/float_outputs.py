@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, defs, helper
 
 from onnx_backend.proto.graph_queries import names_in, unique
@@ -22,9 +21,9 @@ from onnx_backend.proto.weightless import dtype_name, types_of
 from onnx_backend.qdq.read import FLOAT_CODES
 from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import simulation_session
+from qsdk.core.arrays import Array
 from qsdk.core.errors import QsdkError
 
-Array = npt.NDArray[Any]
 _RANDOM = 21  # the last opset whose RandomUniformLike the runtime has (1.32); of later ones it has Dropout alone
 _KEEPS = (2 / 3, 1 / 2)  # how often Dropouts keep a number, so that -1, 0 and 1 come equally often
 _USUAL = 16.0  # times the power of noise of a step everywhere; a runtime's own roundings turn far fewer codes

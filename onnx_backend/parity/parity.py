@@ -16,12 +16,12 @@ from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.narrow_regions import as_simulated
 from onnx_backend.qdq.read import qdq_pairs
+from qsdk.core.arrays import Array
 from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises, Tally
 from qsdk.core.errors import DataError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
-Array = npt.NDArray[Any]
 #: of one batch: the simulation's fake-quantized float32 values by site, the inputs by name; its outputs in graph order
 Run = tuple[Mapping[str, Array], Sequence[Array]]
 _UNEXPLAINED = (

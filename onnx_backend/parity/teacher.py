@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
@@ -19,12 +17,12 @@ from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.user_session import UserSession
 from onnx_backend.runtimes.registry import open_in
 from onnx_backend.runtimes.runner import Runner
+from qsdk.core.arrays import Array
 from qsdk.core.comparing.tally import FLOATS, Tally, float_lsb
 from qsdk.core.errors import DataError
 from qsdk.core.numerics.dtypes import int8, uint8
 from qsdk.core.numerics.encoding import Encoding
 
-Array = npt.NDArray[Any]
 _TIES = "a TopK in front broke ties of equal values otherwise; the values are those of the simulation"
 
 

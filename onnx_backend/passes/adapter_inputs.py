@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
@@ -26,9 +25,9 @@ from onnx_backend.proto.nodes import (
     retain,
     set_attributes,
 )
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ExportError
 
-Array = npt.NDArray[Any]
 Matrices = Mapping[str, Array]
 
 

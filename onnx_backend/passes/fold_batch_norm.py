@@ -7,21 +7,19 @@ adds becomes the layer's bias: a bias has no grid of its own, and some exporters
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import FLOATS, array
 from onnx_backend.proto.graph_queries import GraphIndex, initializers
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, node_label, replace_nodes
 from onnx_backend.proto.weightless import Types
+from qsdk.core.arrays import Array
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.layers.expected_means import FoldedNorm
 
-Array = npt.NDArray[Any]
 _TOO_LARGE = "folded, a weight or bias of {} would be too large for its type"
 
 

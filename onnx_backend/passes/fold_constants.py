@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.nodes import attributes
+from qsdk.core.arrays import Array
 from qsdk.core.graph.op_facts import RESHAPES
 
-Array = npt.NDArray[Any]
 _REARRANGING = (RESHAPES - {"Flatten"}) | {"Slice", "Split", "Concat", "Transpose"}
 
 

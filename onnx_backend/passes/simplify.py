@@ -7,10 +7,8 @@ initializer; in a user's file, views of weights are folded too, so that every we
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
@@ -32,12 +30,13 @@ from onnx_backend.proto.nodes import (
 )
 from onnx_backend.proto.subgraphs import bodies, has_bodies, reads, rename_reads
 from onnx_backend.proto.weightless import Types, declared_types, dtype_name, is_large, skeleton
+from qsdk.core.arrays import Array
 from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.site import port_of
 
 
 def inline_decided_branches(
-    node: NodeProto, small: Mapping[str, npt.NDArray[Any]], opsets: Mapping[str, int], taken: set[str]
+    node: NodeProto, small: Mapping[str, Array], opsets: Mapping[str, int], taken: set[str]
 ) -> None:
     """Inline decided Ifs in the bodies of a node, in place: onnxruntime 1.31 crashes on one in another's branch.
 
@@ -97,7 +96,7 @@ def chosen_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[li
     return nodes, list(branch.initializer)
 
 
-def _small(tensors: Iterable[TensorProto]) -> dict[str, npt.NDArray[Any]]:
+def _small(tensors: Iterable[TensorProto]) -> dict[str, Array]:
     return {tensor.name: array(tensor) for tensor in tensors if math.prod(tensor.dims) <= LARGEST}
 
 
@@ -111,7 +110,7 @@ _CODES = {dtype_name(code): code for code in TensorProto.DataType.values() if co
 
 
 def simplify(
-    model: ModelProto, types: Types | None = None, *, weights: MutableMapping[str, npt.NDArray[Any]] | None = None
+    model: ModelProto, types: Types | None = None, *, weights: MutableMapping[str, Array] | None = None
 ) -> ModelProto:
     """Return a traced model with marks simplified, as a copy; or, with `types` of its tensors, a user's own, in place.
 
@@ -168,7 +167,7 @@ def without_last_identities(nodes: list[NodeProto], outputs: Collection[str]) ->
 class _Simplifier(GraphIndex):
     """The state of a simplification while nodes are visited in order."""
 
-    def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, npt.NDArray[Any]]) -> None:
+    def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, Array]) -> None:
         super().__init__(model.graph)
         self.own, self.weights = types is not None, weights
         self.types = dict(_traced_types(model) if types is None else types)
@@ -231,7 +230,7 @@ class _Simplifier(GraphIndex):
         if node.op_type in _SAME_TYPE and node.output[0] not in self.types:
             self.types[node.output[0]] = (self._dtype(node.input[0]), None)
 
-    def _store_value(self, name: str, value: npt.NDArray[Any], *, apart: bool) -> None:
+    def _store_value(self, name: str, value: Array, *, apart: bool) -> None:
         if apart and is_large(value.shape):
             self.weights[name] = value
             self._store(as_stub(name, int(helper.np_dtype_to_tensor_dtype(value.dtype)), value.shape))
@@ -249,7 +248,7 @@ class _Simplifier(GraphIndex):
             return dtype_name(self.stored[name].data_type)
         return self.types.get(name, ("", None))[0]
 
-    def _static_shape(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
+    def _static_shape(self, node: NodeProto) -> dict[str, Array] | None:
         """Return the value of a Shape node whose input has no dynamic dimension in the range it reads."""
         if node.op_type != "Shape" or node.domain not in ("", "ai.onnx"):
             return None
@@ -263,7 +262,7 @@ class _Simplifier(GraphIndex):
             return None
         return {node.output[0]: np.array(dims, np.int64)}
 
-    def _view_of_weight(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
+    def _view_of_weight(self, node: NodeProto) -> dict[str, Array] | None:
         """Return a weight of any size in the shape or type that a view node turns it into, else None."""
         if not is_view(node) or not node.input or node.input[0] not in self.stored:
             return None
@@ -292,7 +291,7 @@ class _Simplifier(GraphIndex):
         facts = attributes(size)
         return size.output[0] if facts.get("end", 0) - facts.get("start", 0) == 1 else ""
 
-    def _shape_of_view(self, node: NodeProto, value: npt.NDArray[Any]) -> tuple[int, ...] | None:
+    def _shape_of_view(self, node: NodeProto, value: Array) -> tuple[int, ...] | None:
         """Return the shape that a view node produces, found by folding a small stand-in of the same shape."""
         if value.size == 0 or any(name and name not in self.small for name in node.input[1:]):
             return None
@@ -402,7 +401,7 @@ def _marks_output(mark: NodeProto) -> bool:
     return port_of(str(attributes(mark)["key"])).startswith("output")
 
 
-def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> None:
+def _drop_bias_of_zeros(node: NodeProto, small: dict[str, Array]) -> None:
     """Remove the bias of zeros with which a convolution without a bias is traced."""
     is_conv = node.op_type in ("Conv", "ConvTranspose") and len(node.input) == 3
     if is_conv and node.input[2] in small and not small[node.input[2]].any():

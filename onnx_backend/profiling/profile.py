@@ -5,7 +5,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.profiling.kernels import Profile, layers_of, nodes_of, number_in
@@ -13,9 +12,9 @@ from onnx_backend.profiling.speed import slow_in
 from onnx_backend.proto.inputs import inputs_of, noted_example
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.runtime.feeds import random_array
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError
 
-Array = npt.NDArray[Any]
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
 

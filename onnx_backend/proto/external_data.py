@@ -17,15 +17,14 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import is_large
+from qsdk.core.arrays import Array
 from qsdk.core.errors import FileFormatError
 
 DATA_KEY = "qsdk.data"
@@ -99,19 +98,19 @@ def reference(tensor: TensorProto) -> tuple[Path, int, int]:
     return file, int(facts["offset"]), int(facts["length"])
 
 
-def array(tensor: TensorProto) -> npt.NDArray[Any]:
+def array(tensor: TensorProto) -> Array:
     """Return the value of a stored tensor, also one in a file; 2 and 4 bits and minifloats in ml_dtypes' types."""
     if tensor.data_location == TensorProto.EXTERNAL:
         return external_array(tensor)
     return np.asarray(numpy_helper.to_array(tensor))
 
 
-def float_array(tensor: TensorProto) -> npt.NDArray[Any]:
+def float_array(tensor: TensorProto) -> Array:
     """Return the value of a stored tensor, that of a float one of any type in float32."""
     return array(tensor).astype(np.float32, copy=False) if tensor.data_type in FLOATS else array(tensor)
 
 
-def external_array(tensor: TensorProto) -> npt.NDArray[Any]:
+def external_array(tensor: TensorProto) -> Array:
     """Return the value of a tensor that refers to a file; whole bytes are mapped from the file, not copied."""
     file, offset, length = reference(tensor)
     shape = tuple(tensor.dims)

@@ -9,14 +9,13 @@ from types import EllipsisType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import BITS, array, bytes_of, is_reference
 from onnx_backend.proto.weightless import is_large
+from qsdk.core.arrays import Array, Floats
 from qsdk.core.numerics.encoding import Encoding, storage_type
 
-Array = npt.NDArray[Any]
 PIECE = 2**20  # elements that are made at once
 _GRAPH = ModelProto.DESCRIPTOR.fields_by_name["graph"].number
 _INITIALIZER = GraphProto.DESCRIPTOR.fields_by_name["initializer"].number
@@ -188,7 +187,7 @@ def require_fit(encoding: Encoding, dims: Sequence[int]) -> None:
         raise ValueError(f"a scale of shape {encoding.scale.shape} where {wanted} is needed")
 
 
-def fake_quantize(encoding: Encoding, values: Array) -> npt.NDArray[np.float32]:
+def fake_quantize(encoding: Encoding, values: Array) -> Floats:
     """Return the values moved to the nearest points of their grid."""
     result = np.empty(values.shape, np.float32)
     for rows, part in rows_of(encoding, values.shape):

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.proto.graph_queries import GraphIndex, consumers, names_in
@@ -25,10 +24,9 @@ from onnx_backend.proto.nodes import (
 )
 from onnx_backend.proto.weightless import is_large
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
+from qsdk.core.arrays import Array, Floats
 from qsdk.core.errors import ModelError
 from qsdk.core.numerics.encoding import Encoding
-
-Array = npt.NDArray[Any]
 
 
 class GraphEditor(GraphIndex):
@@ -195,7 +193,7 @@ def pair_type(at: GraphEditor, dtype: str, encoding: Encoding) -> str:
     return dtype if np.array_equal(narrow, encoding.scale) else FLOAT32
 
 
-def scales_as(scale: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+def scales_as(scale: Floats, dtype: str) -> Array:
     """Return scales in the float type of their pair."""
     return scale.astype(array_type(dtype))
 

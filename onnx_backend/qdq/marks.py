@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
@@ -26,6 +24,7 @@ from onnx_backend.qdq.narrow_regions import as_simulated, remove_entries
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, dynamic_pairs, qdq_pairs, type_of_cast
 from onnx_backend.readers import COPY_KEY
 from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
+from qsdk.core.arrays import Array, Floats
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
@@ -164,7 +163,7 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
     return found, kinds
 
 
-def exact_in(tensor_type: str, encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+def exact_in(tensor_type: str, encoding: Encoding, codes: Array) -> Array | None:
     """Return values of a float type that quantize back to exactly these codes; None where the type has none."""
     with np.errstate(over="ignore"):
         values = exact_floats(encoding, codes).astype(array_type(tensor_type))
@@ -174,7 +173,7 @@ def exact_in(tensor_type: str, encoding: Encoding, codes: npt.NDArray[Any]) -> n
     return values if np.array_equal(again.astype(np.int64), codes.astype(np.int64)) else None
 
 
-def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def exact_floats(encoding: Encoding, codes: Array) -> Floats:
     """Return float values of codes that quantize back to exactly these codes.
 
     Beyond 2^22 (an int32 bias) dividing a product by its factor may round to a neighbour; values are then moved by a

@@ -4,11 +4,9 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto
 
 from onnx_backend.proto.lazy_tensors import quantize_tensor
@@ -16,6 +14,7 @@ from onnx_backend.proto.nodes import attributes, metadata, retain, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.graph_editor import GraphEditor, dequantize_to, pair_type, scales_as, write_site
 from onnx_backend.qdq.read import FLOAT32
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ExportError
 from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of
@@ -25,7 +24,6 @@ from qsdk.core.numerics.exact_sums import are_exact
 from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Plan
 
-Array = npt.NDArray[Any]
 _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
@@ -16,7 +15,6 @@ from onnx_backend.runtime.feeds import random_feeds
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, ModelError
 
-Array = npt.NDArray[Any]
 RANDOM_OPS = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"}) | {
     "Bernoulli",
     "Multinomial",

@@ -5,17 +5,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnx_backend.proto.graph_queries import declared_sizes, initializers
 from onnx_backend.proto.weightless import dtype_name
 from onnx_backend.runtime.user_session import EndedProcessError, UserSession
+from qsdk.core.arrays import Array
 from qsdk.core.errors import DataError, ModelError
 from qsdk.progress import numbered_batches
 
-Array = npt.NDArray[Any]
 #: sizes tried for dimensions that the model leaves open, the batch excepted
 _SIZES = (8, 1, 32, 64, 224, 576)
 _MOST_ELEMENTS = 2**24  # of a random input
@@ -95,7 +94,7 @@ class DeclaredInput:
         self.name, self.type = value.name, f"tensor({_RUNTIME_WORDS.get(dtype, dtype)})"
 
 
-def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDArray[Any]]:
+def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, Array]:
     """Return input name -> array for a batch; an array of another float dtype is cast to that of its input.
 
     Values that a float16 or bfloat16 input cannot hold are rounded, as a Cast in front of the model would. For a
@@ -123,7 +122,7 @@ def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDA
     return feeds
 
 
-def as_declared(value: Any, wanted: str) -> npt.NDArray[Any]:
+def as_declared(value: Any, wanted: str) -> Array:
     """Return a value as an array of the type of an input, in the runtime's words, if both are of one kind."""
     given = _array(value)
     dtype = np.dtype(_TYPES.get(wanted, given.dtype))
@@ -133,7 +132,7 @@ def as_declared(value: Any, wanted: str) -> npt.NDArray[Any]:
         return given.astype(dtype) if given.dtype != dtype and given.dtype.kind == dtype.kind else given
 
 
-def _array(value: Any) -> npt.NDArray[Any]:
+def _array(value: Any) -> Array:
     """Return a value as an array, one of bfloat16 as float32."""
     if str(getattr(value, "dtype", "")) == "torch.bfloat16":  # NumPy cannot take it as it is
         value = value.float()
@@ -141,7 +140,7 @@ def _array(value: Any) -> npt.NDArray[Any]:
     return given.astype(np.float32) if given.dtype == ml_dtypes.bfloat16 else given
 
 
-def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
+def _require_fit(given: Array, wanted: Any, where: str) -> None:
     """Refuse an array of a dtype, rank or size that an input does not take, before the runtime does."""
     dtype = np.dtype(_TYPES.get(wanted.type, given.dtype))
     sizes = list(getattr(wanted, "shape", None) or given.shape)  # no declared shape, or a scalar
@@ -164,9 +163,7 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
     )
 
 
-def run_session(
-    session: ort.InferenceSession | UserSession, feeds: Mapping[str, npt.NDArray[Any]], where: str
-) -> list[npt.NDArray[Any]]:
+def run_session(session: ort.InferenceSession | UserSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
     """Run a session; return its outputs in order."""
     try:
         return [np.asarray(value) for value in session.run(None, dict(feeds))]

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
-Array = npt.NDArray[Any]
+from qsdk.core.arrays import Array
+
 #: the runtime's types that NumPy lacks, whose bits travel as unsigned integers -> the number that ONNX gives them
 WITHOUT_NUMPY: Mapping[str, int] = {
     "tensor(bfloat16)": 16,

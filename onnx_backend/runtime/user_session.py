@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, helper
 
 from onnx_backend.runtime import session_server
 from onnx_backend.runtime.session_input import handed_over
 from onnx_backend.runtime.session_server import WITHOUT_NUMPY, receive, send
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ModelError
 
-Array = npt.NDArray[Any]
 Level = Literal["none", "basic", "extended", "all"]
 #: the runtime's numbers of its levels of graph optimization
 LEVELS: Mapping[Level, int] = {"none": 0, "basic": 1, "extended": 2, "all": 99}

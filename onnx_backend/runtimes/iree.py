@@ -5,16 +5,15 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, helper, shape_inference
 
 from onnx_backend.proto.model_io import with_weights
 from onnx_backend.runtimes.runner import SizedModel, installed_package
 from onnx_backend.runtimes.runtime import Runtime
+from qsdk.core.arrays import Array
 from qsdk.core.config.target import load_target
 from qsdk.core.errors import ModelError
 
-Array = npt.NDArray[Any]
 #: for this processor, and with room on the stack for what it joins of integer graphs (its own limit is 32 KiB)
 _OPTIONS = ("--iree-llvmcpu-target-cpu=host", "--iree-llvmcpu-stack-allocation-limit=4194304")
 

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
@@ -39,11 +38,11 @@ from onnx_backend.workarounds.onnxruntime_barriers import (
     needed_options,
     reads_moved_batch,
 )
+from qsdk.core.arrays import Array
 from qsdk.core.config.target import load_target
 from qsdk.core.errors import ExportError, ModelError
 from qsdk.core.numerics.encoding import Encoding
 
-Array = npt.NDArray[Any]
 _WITHOUT_KERNELS = frozenset({"float4e2m1"})
 _KERNEL_TIME = "_kernel_time"
 _WARM_UP = 3
@@ -162,7 +161,7 @@ class OnnxRuntimeRunner:
             raise ModelError(f"{self.title} cannot run the model: {error}") from error
 
 
-def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], threads: int | None, repeats: int) -> Profile:
+def _profile(model: ModelProto, feeds: Mapping[str, Array], threads: int | None, repeats: int) -> Profile:
     """Return the kernels of a model with numbered nodes, each with the median of its times."""
     title = f"ONNX Runtime {ort.__version__}"
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
@@ -181,7 +180,7 @@ def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], threads: 
     return Profile(title, tuple(waits), _kernels(graph.node, _timed(events), repeats), graph)
 
 
-def _seconds(session: UserSession, feeds: Mapping[str, npt.NDArray[Any]]) -> float:
+def _seconds(session: UserSession, feeds: Mapping[str, Array]) -> float:
     run_session(session, feeds, "the given input")
     return session.seconds
 

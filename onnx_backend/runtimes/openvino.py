@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.profiling.kernels import Kernel, Profile, precision_of
@@ -27,10 +26,10 @@ from onnx_backend.workarounds.openvino import (
     keep_off_codes,
     kept_signal_stack,
 )
+from qsdk.core.arrays import Array
 from qsdk.core.config.target import load_target
 from qsdk.core.errors import ModelError
 
-Array = npt.NDArray[Any]
 _WARM_UP = 3
 _NARROW = frozenset({"i8", "u8", "i4", "u4"})  # precisions of kernels that multiply integers
 _EDGES = frozenset({"Input", "Output"})
@@ -113,7 +112,7 @@ def _in_short(error: Exception) -> str:
     return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))[:600]
 
 
-def _profile(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], threads: int | None, repeats: int) -> Profile:
+def _profile(model: ModelProto, feeds: Mapping[str, Array], threads: int | None, repeats: int) -> Profile:
     """Return the layers that the plug-in runs, after its fusions.
 
     Its counters are averages over all runs, so the time of a layer is the mean of the repeats.

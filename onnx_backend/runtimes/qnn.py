@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
@@ -30,11 +29,11 @@ from onnx_backend.runtimes.tables import (
     wrong_shift,
 )
 from onnx_backend.validation.scope import Finding, error, is_quantizer, warning
+from qsdk.core.arrays import Array
 from qsdk.core.config.target import load_target
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.op_facts import BLOCK_MOVES
 
-Array = npt.NDArray[Any]
 #: Elements of the longest row whose Softmax was measured within a step; one of 6,625 is two steps off.
 _LONGEST_RIGHT = 3000
 _PROVIDER = "QNNExecutionProvider"

@@ -3,10 +3,9 @@
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.passes.static_sizes import propagate_static_sizes
@@ -14,9 +13,8 @@ from onnx_backend.proto.graph_queries import declared_sizes, input_names, nodes_
 from onnx_backend.proto.inputs import with_sizes_of
 from onnx_backend.proto.nodes import copied, replace_nodes
 from onnx_backend.runtime.session_input import cast_bfloat16_edges
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, DataError
-
-Array = npt.NDArray[Any]
 
 
 class Runner(Protocol):

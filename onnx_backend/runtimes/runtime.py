@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.profiling.kernels import Profile
@@ -13,12 +12,12 @@ from onnx_backend.readers import Form
 from onnx_backend.runtimes.runner import Runner
 from onnx_backend.runtimes.tables import RuntimeTable
 from onnx_backend.validation.scope import Finding
+from qsdk.core.arrays import Array
 from qsdk.core.config.target import Target
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 
 Prefer = Literal["speed", "size"]
-Array = npt.NDArray[Any]
 #: adds to a lowered model, in place, what a runtime needs to compute it right (with the stored tensors that it has only
 #: stubs of, and whether nothing but weights is quantized); returns the pairs that got zero points
 Adapt = Callable[[ModelProto, Mapping[str, LargeTensor], bool], Sequence[NodeProto]]

@@ -8,14 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.proto.model_io import with_weights
 from onnx_backend.runtimes.runner import SizedModel, installed_package
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, ModelError
-
-Array = npt.NDArray[Any]
 
 
 class TractRunner:

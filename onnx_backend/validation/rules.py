@@ -7,10 +7,8 @@ what ONNX Runtime 1.31 (CPU) cannot load or run.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
@@ -33,6 +31,7 @@ from onnx_backend.validation.scope import (
     type_name,
     warning,
 )
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import WHOLE_BYTES, DType, dtype_named
 from qsdk.core.numerics.encoding import storage_type
@@ -292,14 +291,14 @@ def _known(name: str) -> DType | None:
         return None
 
 
-def _on_grid(values: npt.NDArray[Any], dtype: DType, what: str, name: str) -> Iterator[Finding]:
+def _on_grid(values: Array, dtype: DType, what: str, name: str) -> Iterator[Finding]:
     low, high = _ends(values)
     if low < dtype.lo or high > dtype.hi:
         problem = f"its {what} reach from {low:g} to {high:g}, off the grid {dtype.lo:g}..{dtype.hi:g} of {dtype.name}"
         yield error(name, "grid", problem, "export the model again, or correct qsdk.dtype in the node's metadata")
 
 
-def _ends(values: npt.NDArray[Any]) -> tuple[float, float]:
+def _ends(values: Array) -> tuple[float, float]:
     """Return the smallest and largest value; both are NaN if one is. Only types unknown to NumPy are copied."""
     if values.dtype.kind not in "fiu":
         values = values.astype(np.int8 if "int" in values.dtype.name else np.float32)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.lower import lower
@@ -19,11 +18,11 @@ from onnx_backend.runtime.session import bounded_session
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.run import LiveTensors, SteppedRun, Stream, bfloat16_in
 from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
+from qsdk.core.arrays import Array
 from qsdk.core.errors import DataError
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.statistics import ChannelStatistics, Together, deviation, merge
 
-Array = npt.NDArray[Any]
 Rows = list[dict[str, Any]]
 
 

@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx.numpy_helper import from_array
 
@@ -22,6 +21,7 @@ from onnx_backend.proto.nodes import drop_unused_initializers, is_mark, metadata
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.run import FLOAT, QUANTIZED, TAG, LiveTensors, SteppedRun, Stream, bfloat16_in
 from onnx_backend.workarounds.kernel_casts import remove_kernel_casts
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.graph.op_facts import RECURRENT
@@ -33,7 +33,6 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.biases import float_biases
 from qsdk.core.sims.state import encoding_of, put_back_on_error
 
-Array = npt.NDArray[Any]
 _NARROW = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _STATES = 5  # where a recurrent op takes its first hidden state
 _LENGTHS = 4

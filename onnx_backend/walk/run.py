@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
@@ -22,9 +21,9 @@ from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_
 from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import bounded_session
 from onnx_backend.workarounds.kernel_casts import has_other_floats
+from qsdk.core.arrays import Array
 from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
 
-Array = npt.NDArray[Any]
 #: a stream, the number of a batch, the name of a tensor
 Key = tuple[int, int, str]
 FLOAT, QUANTIZED = 0, 1
@@ -156,7 +155,7 @@ class Stream:
         """Return True if a tensor is stored in the model."""
         return name in self._stored or name in self._computed
 
-    def stored(self, name: str) -> npt.NDArray[Any]:
+    def stored(self, name: str) -> Array:
         """Return the value of a stored tensor."""
         if name in self._computed:
             return self._computed[name]().value()

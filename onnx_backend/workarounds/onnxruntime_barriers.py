@@ -21,10 +21,8 @@ later one reads (onnxruntime 1.32).
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnx_backend.proto.external_data import array
@@ -42,6 +40,7 @@ from onnx_backend.workarounds.onnxruntime_table import (
     softmax_error,
     softmax_steps,
 )
+from qsdk.core.arrays import Array
 from qsdk.core.graph.op_facts import LINEAR, MOVEMENTS, VIEWS
 
 OPTIONS_KEY = "qsdk.session_options"  # property of a model: the configuration entries that a session needs, as JSON
@@ -336,7 +335,7 @@ class _BarrierInserter(Readers):
         scales = [float(scale) for node in pairs for scale in self._value(node.input[1]).reshape(-1)]
         return any(softmax_error(softmax_steps(scale), scale, _LARGEST_CODE) > SOFTMAX_CLOSE for scale in scales)
 
-    def _value(self, name: str) -> npt.NDArray[Any]:
+    def _value(self, name: str) -> Array:
         return self.large[name].value() if name in self.large else array(self.stored[name])
 
     def _is_quantized_move(self, node: NodeProto) -> bool:

@@ -5,18 +5,16 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from onnx_backend.proto.inputs import ModelInput
 from onnx_backend.runtime.feeds import random_array
 from qsdk.commands.data.pictures import PICTURES, Preprocess, preprocess_of_options
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 from qsdk.core.read_files import read_archive, read_array
 
-Array = npt.NDArray[Any]
 Batch = dict[str, Array]
 
 

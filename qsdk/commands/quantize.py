@@ -1,21 +1,27 @@
 """`qsdk quantize`: a float ONNX file, a module or a checkpoint folder in, a quantized file or a folder out."""
 
+import inspect
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
 from onnx_backend.proto.inputs import ModelInput, inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import Batch, FileBatches, batches_of_options, one_sample, source_in_words
-from qsdk.commands.data.modules import TensorBatches, arrays_of, made_module
 from qsdk.commands.data.tokens import random_tokens, token_batches
-from qsdk.commands.data.user_functions import names_function
+from qsdk.commands.data.user_functions import load_function, names_function
 from qsdk.commands.options import config_of
 from qsdk.commands.printing import require_output, show
 from qsdk.commands.scores import scorer_of_options
@@ -245,3 +251,70 @@ def quantize_folder(options: Namespace) -> int:
     )
     show(Report("Quantized", report.rows, report.summary), as_json=options.json)
     return 0
+
+
+# --- A PyTorch module for the command line, made by a function of the user, and batches for it ------------------------
+
+
+@dataclass(frozen=True)
+class MadeModule:
+    """A module, and what its inputs are.
+
+    Attributes:
+        module: as the user's function returned it.
+        inputs: by the names of the arguments of its forward; without a shape where there is no example.
+        keywords: whether the example is a mapping.
+    """
+
+    module: nn.Module
+    inputs: Sequence[ModelInput]
+    keywords: bool
+
+
+@dataclass(frozen=True)
+class TensorBatches:
+    """Batches of arrays as a module takes them, made on demand."""
+
+    batches: Iterable[Mapping[str, npt.NDArray[Any]]]
+    made: MadeModule
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            tensors = {item.name: _tensor(batch[item.name], item.dtype) for item in self.made.inputs}
+            yield tensors if self.made.keywords else tuple(tensors.values())
+
+
+def made_module(text: str) -> MadeModule:
+    """Call a function without arguments that returns a module, or `(module, example)`."""
+    try:
+        made = load_function(text, "the model")()
+    except (ImportError, OSError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{text} raises {type(error).__name__}: {error}; it is called without arguments") from error
+    module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{text} returns {type(module).__name__}; return an nn.Module, or (module, example)")
+    if isinstance(example, Mapping):
+        return MadeModule(module.eval(), [_input(name, value) for name, value in example.items()], True)
+    names = list(inspect.signature(module.forward).parameters) or ["input"]
+    if example is None:
+        return MadeModule(module.eval(), [ModelInput(names[0], np.dtype(np.float32), None)], False)
+    values = example if isinstance(example, tuple | list) else (example,)
+    names += [f"input{place}" for place in range(len(names), len(values))]
+    return MadeModule(module.eval(), [_input(*pair) for pair in zip(names, values, strict=False)], False)
+
+
+def arrays_of(outputs: Any) -> list[npt.NDArray[Any]]:
+    """Return the tensors that a module returned, in order, as arrays."""
+    return [leaf.detach().float().cpu().numpy() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _input(name: str, value: Any) -> ModelInput:
+    """Return an input with an open first axis: the batch."""
+    tensor = torch.as_tensor(value)
+    dtype = np.dtype(np.float32) if tensor.is_floating_point() else tensor.numpy().dtype
+    return ModelInput(name, dtype, ("", *tensor.shape[1:]) if tensor.ndim else ())
+
+
+def _tensor(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> Tensor:
+    wanted = array.dtype if array.dtype.kind != dtype.kind else dtype
+    return torch.from_numpy(np.array(array, wanted))  # a copy: an array in a mapped file cannot be written

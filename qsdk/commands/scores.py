@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.proto.inputs import inputs_of
@@ -28,6 +27,7 @@ from qsdk.commands.data.labels import FOLDERS, folder_classes, read_labels, requ
 from qsdk.commands.data.user_functions import load_function
 from qsdk.commands.options import config_of
 from qsdk.commands.printing import show
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
@@ -36,7 +36,6 @@ from qsdk.verbs.analysis.sensitivity import sensitivity
 from qsdk.verbs.calibrate import calibrate
 from qsdk.verbs.quantize import quantize
 
-Array = npt.NDArray[Any]
 _SHOWN = 20  # classes in a summary
 #: the outputs of a model, whole, and the labels, or None -> a number, larger being better
 ScoreFunction = Callable[[list[Array], Array | None], float]
@@ -203,7 +202,7 @@ def _require_float_edges(model: ModelProto, path: str) -> None:
         )
 
 
-def _run_batch(session: UserSession, batch: Any) -> list[npt.NDArray[Any]]:
+def _run_batch(session: UserSession, batch: Any) -> list[Array]:
     return run_session(session, as_feeds(batch, session.get_inputs(), "the batch"), "the batch")
 
 

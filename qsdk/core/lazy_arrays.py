@@ -1,12 +1,9 @@
 """Values by name that are computed when they are asked for, so that only one at a time is in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import numpy.typing as npt
-
-Array = npt.NDArray[Any]
-
+from qsdk.core.arrays import Array
 
 T = TypeVar("T")
 

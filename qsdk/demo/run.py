@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 import torch
 from torch import nn
 
 import qsdk
+from qsdk.core.arrays import Array
 from qsdk.core.atomic_files import write_text
 from qsdk.demo.data import DemoData, load
 from qsdk.demo.model import load_pretrained
 from qsdk.progress import bar
 
-Array = npt.NDArray[Any]
 _BATCH = 100  # activations stay in the caches
 
 

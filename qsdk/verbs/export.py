@@ -32,10 +32,19 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import DataOptions, Run, require_keywords, run_of
 from qsdk.core.sims.biases import with_notes
 from qsdk.verbs.doors.choose import Door, Sim, door_of
-from qsdk.verbs.genai import write_folder_for_genai
-from qsdk.verbs.programs import EXECUTORCH, check_program, is_program, write_program_of
+from qsdk.verbs.formats import (
+    EXECUTORCH,
+    LITERT,
+    check_in_litert,
+    check_program,
+    check_tflite,
+    is_program,
+    is_tflite,
+    write_folder_for_genai,
+    write_program_of,
+    write_tflite_of,
+)
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
-from qsdk.verbs.tflite import LITERT, check_in_litert, check_tflite, is_tflite, write_tflite_of
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 from torch_bridge.gguf.write import write_gguf
 from torch_bridge.sim import QuantSim

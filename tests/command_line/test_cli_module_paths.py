@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qsdk.cli import main
-from qsdk.commands.data.modules import made_module
+from qsdk.commands.quantize import made_module
 
 
 class Block(nn.Module):

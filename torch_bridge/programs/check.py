@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from qsdk.core.arrays import Array
 from qsdk.core.comparing.tally import NOT_CAPTURED, OutputNoises, Tally
 from qsdk.core.errors import DataError, FileFormatError
 from qsdk.core.report import Report
@@ -21,7 +21,6 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import to_numpy
 from torch_bridge.torch_values.pytree import tensors_of
 
-Array = npt.NDArray[Any]
 #: of one batch: values by site and inputs by name, as simulated, and the outputs in order
 Run = tuple[Mapping[str, Array], Sequence[Array]]
 _STORED = ("weight", "bias")

@@ -6,18 +6,17 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, ModelError
 from torch_bridge.programs.check import Loaded, grid_of
 from torch_bridge.programs.write import DEQUANTIZES
 from torch_bridge.torch_values.parameters import to_numpy
 from torch_bridge.workarounds.decomposed_ops import QUANTIZE, QUANTIZE_CHANNELS
 
-Array = npt.NDArray[Any]
 _INSTALL = "pip install --no-deps executorch==1.5.1 torchao==0.18.0 ruamel.yaml tabulate"
 
 

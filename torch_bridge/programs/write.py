@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
@@ -66,7 +65,6 @@ _SPLITS: Mapping[Any, int] = {
 _CONV1D = (_ATEN.conv1d.default, _ATEN.conv_transpose1d.default)
 _LAYERS = (*_CONV1D, _ATEN.linear.default, _ATEN.conv2d.default, _ATEN.conv_transpose2d.input)
 _INTO = "model."  # what tracing puts in front of the paths of the model
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 import mmap
 from collections import Counter
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from qsdk.core.arrays import Array, Floats
 from qsdk.core.errors import ModelError
 
 # Position of each gate of the ONNX op in torch's weight: iofc of ifgo, zrh of rzn.
@@ -123,13 +122,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+def to_numpy(tensor: Tensor) -> Array:
     """Return the values of a tensor; those of bfloat16, which NumPy lacks, as float32."""
     known = tensor.detach().cpu()
     return np.asarray((known.float() if known.dtype == torch.bfloat16 else known).numpy())
 
 
-def to_float32(tensor: Tensor) -> npt.NDArray[np.float32]:
+def to_float32(tensor: Tensor) -> Floats:
     """Return the values of a tensor as a float32 array; it shares the memory of a float32 tensor on the CPU.
 
     A large copy has a mapping of its own, which goes back to the system as soon as it is dropped. Among smaller arrays

@@ -6,16 +6,15 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.graph_in_torch.elementwise import ELEMENTWISE
 from qsdk.algorithms.graph_in_torch.products import ATTENTION, LINEAR
-from qsdk.algorithms.graph_in_torch.reductions import NORMS, REDUCTIONS
+from qsdk.algorithms.graph_in_torch.reductions import ELEMENTWISE, NORMS, REDUCTIONS
 from qsdk.algorithms.graph_in_torch.shapes import INDEXING, SHAPES
 from qsdk.algorithms.graph_in_torch.values import DTYPES, Kernels, as_tensor
 from qsdk.algorithms.graph_in_torch.windows import POOLING, RESIZE, refuses_resize
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.numerics import affine
@@ -42,8 +41,6 @@ def fake_quantize(x: Tensor, encoding: Encoding) -> Tensor:
         on_grid.clamp_(encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point)
     return on_grid.mul_(scale).to(x.dtype)
 
-
-Array = npt.NDArray[Any]
 
 #: op type -> what computes it, as opsets 21 to 25 define it; older models are raised when they are opened
 KERNELS: Kernels = MappingProxyType(

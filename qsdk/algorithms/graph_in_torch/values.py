@@ -6,12 +6,12 @@ and with the defaults of the ONNX specification. It returns a tensor, or a tuple
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from qsdk.core.arrays import Array
 
 Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
 Kernels = Mapping[str, Kernel]
@@ -37,7 +37,7 @@ DTYPES = MappingProxyType(
 )
 
 
-def as_tensor(value: npt.NDArray[Any] | Tensor, dtype: str) -> Tensor:
+def as_tensor(value: Array | Tensor, dtype: str) -> Tensor:
     """Return a value as a tensor on the host; a float one in the graph's dtype, or float32 where that has 16 bits."""
     if isinstance(value, Tensor):
         return value

@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qsdk.algorithms.graph_in_torch.values import Kernels, ints
+from qsdk.core.arrays import Array
 
 Widths = list[tuple[int, int]]
 
@@ -129,9 +129,6 @@ POOLING: Kernels = MappingProxyType(
         "MaxPool": _max_pool,
     }
 )
-
-
-Array = npt.NDArray[Any]
 
 
 def _resize(

@@ -3,15 +3,13 @@
 import csv
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 from qsdk.core.read_files import read_archive, read_array, read_text
 
-Array = npt.NDArray[Any]
 FOLDERS = "folder-names"
 
 

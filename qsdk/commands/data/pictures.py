@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from onnx_backend.proto.inputs import ModelInput
 from qsdk.commands.data.user_functions import load_function
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
-Array = npt.NDArray[Any]
 #: makes one sample of a file: an array for the only input of a model, or one per input by name
 Preprocess = Callable[[Path], Any]
 PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})

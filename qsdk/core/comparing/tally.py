@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.arrays import Array
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
 
-Array = npt.NDArray[Any]
 _MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 #: the float dtypes of sites that are casts
 FLOATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

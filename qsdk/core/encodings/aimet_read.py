@@ -12,13 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.arrays import Array
 from qsdk.core.encodings.checked import Checked
 from qsdk.core.encodings.tensors import TensorFacts, read_by
 from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, float16
 from qsdk.core.numerics.encoding import Encoding, FloatArray
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from qsdk.core.arrays import Array
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.graph_layers import graph_layers
@@ -18,7 +18,6 @@ from qsdk.core.numerics.sum_limits import SumLimit
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 
-Array = npt.NDArray[Any]
 #: factors that a scale may grow by, in halves of a power of two, and around the best of them
 _GROWTH, _FINE = tuple(2.0 ** (k / 2) for k in range(21)), (2**-0.25, 2**0.25)
 

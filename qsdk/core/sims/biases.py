@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
+from qsdk.core.arrays import Array
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.graph_layers import graph_layers
@@ -16,7 +16,6 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState, StoredReader
 
-Array = npt.NDArray[Any]
 _HALF = (np.float16, ml_dtypes.bfloat16)
 #: site -> the original bias, and the shifted one
 OriginalBiases = dict[str, tuple[Array, Array]]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from onnx_backend.parity.parity import Run as SimulatedRun
 from onnx_backend.parity.teacher import RunOn
 from onnx_backend.parity.written import ExpectedModel
 from qsdk.algorithms import ranks
+from qsdk.core.arrays import Array, Floats
 from qsdk.core.errors import ExportError, QsdkError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_problem import Walk
@@ -34,8 +33,6 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import layers
 from torch_bridge.torch_values.module_state import restoring_state
 from torch_bridge.walk import batch_norm_statistics, layer_walk
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class ModuleDoor:
         shared: dict[str, Any] = {"forward": self.run.forward, "progress": self.run.progress}
         data_passes.visit_sites(self.sim, data, each, title=title, sites=sites, **shared)
 
-    def outputs(self, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
+    def outputs(self, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[Floats]]:
         """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
         return data_passes.outputs(self.sim, batches, self.run.forward, in_float=in_float)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
 from qsdk.algorithms.graph_in_torch.run_graph import fake_quantize, run_graph, unsupported_ops
+from qsdk.core.arrays import Array, Floats
 from qsdk.core.errors import ConfigError, QsdkError
 from qsdk.core.graph.graph import Graph, clips_at_six
 from qsdk.core.layers.layer_problem import Walk
@@ -33,8 +32,6 @@ from qsdk.core.report import Report
 from qsdk.core.run_options import Forward, Run
 from qsdk.core.sims.biases import noting_shifts
 from qsdk.core.sims.state import put_back_on_error
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class OnnxDoor:
         """Run the float model over the data and pass the values at computed sites (None: all) to `each`."""
         passes.visit_sites(self.sim, data, each, title=title, sites=sites, progress=self.run.progress)
 
-    def outputs(self, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
+    def outputs(self, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[Floats]]:
         """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
         return passes.outputs(self.sim, batches, in_float=in_float)
 

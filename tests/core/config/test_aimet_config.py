@@ -13,7 +13,7 @@ from plans import inside, matmul_network, site, small_network, spec_of
 from strategies import GraphBuilder
 
 from qsdk import ConfigError, QuantConfig, float16, float32, int4, int8, int32, load_config, uint8, w4a8, w8a8, w8a16
-from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
+from qsdk.core.aimet_config.load_config import aimet_alias, aimet_aliases
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.op_facts import ONNX_OPS
 from qsdk.core.numerics.dtypes import DTYPES

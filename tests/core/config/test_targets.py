@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import qsdk
-from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
+from qsdk.core.aimet_config.load_config import aimet_alias, aimet_aliases
 from qsdk.core.config import target as target_module
 from qsdk.core.config.target import Target, load_target, shipped_targets
 from qsdk.core.errors import ConfigError, FileFormatError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.core.precision.kernels import coded_layers, raised_with, sites_on_codes
+from qsdk.core.precision.mixed import coded_layers, raised_with, sites_on_codes
 from qsdk.core.site import port_of
 
 INTEGER = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"}

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.verify.op_parity import run_teacher_forced
+from onnx_backend.integer.verify.measure import run_teacher_forced
 from qsdk import DataError
 
 

@@ -19,7 +19,7 @@ import qsdk
 from onnx_backend.genai import products
 from onnx_backend.genai.products import packed_bits
 from qsdk import QuantConfig, QuantSim
-from qsdk.verbs.genai import decoder_facts
+from qsdk.verbs.formats import decoder_facts
 
 W4 = qsdk.weight_only("int4", block_size=32, kv_cache="float32")
 

@@ -9,7 +9,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.genai.editor import MICROSOFT, Editor
-from onnx_backend.genai.lookups import write_products
+from onnx_backend.genai.fuse import write_products
 from onnx_backend.proto.nodes import set_metadata
 
 ROWS, WIDTH, BLOCK = 24, 64, 32

@@ -5,7 +5,7 @@ import pytest
 from onnx import ModelProto, helper
 from qdq_models import make_model
 
-from onnx_backend.parity.same_function import differences
+from onnx_backend.parity.written import differences
 from onnx_backend.proto.lazy_tensors import LoweredModel
 
 node = helper.make_node

@@ -13,7 +13,7 @@ from tiny_decoders import DECODERS, decoder, generate, session_of, step_example,
 from torch import nn
 
 import qsdk
-from onnx_backend.passes.packed_cache import pack_edges, unpack_edges
+from onnx_backend.passes.integer_cache import pack_edges, unpack_edges
 from qsdk import ConfigError, QuantConfig, QuantSim
 
 KEYS = "past_key_values.0.key"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.proto.nodes import metadata
+from qsdk.core.arrays import Array
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import tensor_dtype_named
@@ -22,7 +22,6 @@ from qsdk.core.run_options import Run
 from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim, door_of
 
-Array = npt.NDArray[Any]
 DRAWN = 60  # layers with pictures, the worst ones
 _COMPUTED = 2  # computed sites of a layer that are drawn
 _MOST = 0.8  # of the noise

@@ -1,8 +1,8 @@
-"""`export(sim, "folder", format="genai")`: a folder for onnxruntime-genai."""
+"""Formats beside Q/DQ files: `export(sim, path, format=)` in each, and its comparison with the sim."""
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,24 +10,79 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from onnx import ModelProto
 
 from onnx_backend.genai.check import check_folder
 from onnx_backend.genai.config import DecoderFacts
 from onnx_backend.genai.write import write_genai
-from onnx_backend.sim import OnnxSim
-from qsdk.core.errors import ConfigError, ExportError
+from onnx_backend.litert import check as litert
+from onnx_backend.litert.program import Program
+from onnx_backend.litert.write import fixed_sizes, write_tflite
+from onnx_backend.proto.inputs import with_shapes
+from qsdk.core.arrays import Array
+from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
-from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.core.run_options import Run
+from qsdk.verbs.doors.choose import Door, OnnxSim, QuantSim, Sim, door_of
+from qsdk.verbs.doors.parts import parts_of
 from torch_bridge.compressed.write import processing_files
-from torch_bridge.sim import QuantSim
+from torch_bridge.programs import check as programs
+from torch_bridge.programs.executorch import ExecuTorch
+from torch_bridge.programs.write import write_program
 from torch_bridge.torch_values.adapters import Matrices
 from torch_bridge.wrapping.in_float32 import computing_in_float32
 
-Array = npt.NDArray[Any]
+EXECUTORCH = "executorch"
+LITERT = "litert"
+
+# --- `format="pt2e"`: a program of PyTorch, compared there or in ExecuTorch -------------------------------------------
+
+
+def is_program(model: Any) -> bool:
+    """Return whether a model is given as the path of a program of PyTorch, or of ExecuTorch."""
+    return isinstance(model, str | os.PathLike) and Path(model).suffix.lower() in (".pt2", ".pte")
+
+
+def write_program_of(
+    sim: QuantSim,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    path: str | os.PathLike[str],
+    longest: Mapping[str, int],
+    *,
+    check: bool,
+) -> Report:
+    """Write a sim as a program, and with `check` compare it with the sim on its example first."""
+
+    def compared(staged: Path) -> Report:
+        return _compared_program(sim, staged, door_of(sim, Run(progress=False)).simulated_example(ModelProto()), None)
+
+    return write_program(sim, plan, encodings, path, longest, check=compared if check else None)
+
+
+def check_program(sim: Sim, path: str | os.PathLike[str], data: Iterable[Any], runtime: str | None, run: Run) -> Report:
+    """Compare a program with its sim; see `check_parity`."""
+    if runtime not in (None, EXECUTORCH):
+        raise ConfigError(f"runtime={runtime!r} does not read programs of PyTorch; choose {EXECUTORCH!r} or None")
+    if Path(path).suffix.lower() == ".pte":
+        raise FileFormatError(
+            f"{path} holds no sites to compare; give the .pt2 file that it was made of, with runtime={EXECUTORCH!r}"
+        )
+    if isinstance(sim, OnnxSim):
+        raise ModelError(f"{path} holds a module of PyTorch; compare it with the sim of that module")
+    return _compared_program(sim, Path(path), door_of(sim, run).simulated(data), runtime)
+
+
+def _compared_program(sim: QuantSim, path: Path, runs: Iterable[Any], runtime: str | None) -> Report:
+    loaded = programs.opened(path)
+    return programs.check(sim, loaded, runs, ExecuTorch(loaded) if runtime == EXECUTORCH else None)
+
+
+# --- `format="genai"`: a folder for onnxruntime-genai -----------------------------------------------------------------
+
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")
 _PROMPT = 12  # tokens of the text that is gone on with
@@ -135,3 +190,44 @@ def _inputs_in_floats(sim: QuantSim) -> Iterator[None]:
     finally:
         for quantizer, decision in before.items():
             quantizer.decision = decision
+
+
+# --- `format="tflite"`: a file of LiteRT ------------------------------------------------------------------------------
+
+
+def is_tflite(model: Any) -> bool:
+    """Return whether a model is given as the path of a `.tflite` file."""
+    return isinstance(model, str | os.PathLike) and Path(model).suffix.lower() == ".tflite"
+
+
+def write_tflite_of(sim: Sim, model: ModelProto, path: str | os.PathLike[str], *, check: bool) -> Report:
+    """Write the Q/DQ model of a sim as a `.tflite` file, and with `check` compare it with the sim first."""
+    door = door_of(sim, Run(progress=False))
+
+    def compared(program: Program) -> Report:
+        sized = with_shapes(model, fixed_sizes(model), least=0)
+        return _compared_tflite(door, program, door.simulated_example(sized))
+
+    return write_tflite(model, path, compared if check else None)
+
+
+def check_tflite(door: Door, path: str | os.PathLike[str], data: Iterable[Any], runtime: str | None) -> Report:
+    """Compare a `.tflite` file with its sim; see `check_parity`."""
+    if runtime not in (None, LITERT):
+        raise ConfigError(f"runtime={runtime!r} does not read .tflite files; leave it out: LiteRT runs them")
+    program = litert.opened(Path(path))
+    # the sim gets one part at a time: a site such as [steps * batch, width] does not say which rows are whose
+    sizes = [program.facts["sites"][site]["shape"] for site in litert.input_sites(program)]
+    return _compared_tflite(door, program, door.simulated(parts_of(data, sizes)))
+
+
+def check_in_litert(door: Door, model: ModelProto, data: Iterable[Any]) -> Report:
+    """Compare what `format="tflite"` makes of a Q/DQ model with its sim; see `check_parity`."""
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:
+        path = Path(folder) / "model.tflite"
+        write_tflite(model, path, None)
+        return check_tflite(door, path, data, LITERT)
+
+
+def _compared_tflite(door: Door, program: Program, runs: Iterable[Any]) -> Report:
+    return litert.check(program, runs, door.stored_at_sites(), door.sim.encodings)
