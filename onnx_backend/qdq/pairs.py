@@ -42,8 +42,8 @@ class Pairs(Readers):
         zero, last = (self.operands(node) for node in (source, quantize))
         codes = np.arange(np.iinfo(dtype).min, np.iinfo(dtype).max + 1)
         values = (codes - (zero or (b"", 0))[1]).astype(np.float32) * scale
-        values = values * factor if product.op_type == "Mul" else values / factor
-        return bool((np.rint(values / own) + (last or (b"", 0))[1] == codes).all())
+        scaled = values * factor if product.op_type == "Mul" else values / factor
+        return bool((np.rint(scaled / own) + (last or (b"", 0))[1] == codes).all())
 
     def operands(self, node: NodeProto) -> tuple[bytes, int] | None:
         """Return the scale and zero point of a node of a pair, comparable; None where they are not stored numbers."""
