@@ -72,7 +72,8 @@ class Readers(GraphIndex):
         """Return True if the runtime turns a layer into MatMulNBits, which rounds its input to 8 bits.
 
         That are layers with stored matrices whose input is not on codes of 8 bits, directly or in another shape
-        (measured, onnxruntime 1.31 and 1.32; the older does so behind no codes at all).
+        (measured, onnxruntime 1.31 and 1.32; the older does so behind no codes at all), and nothing else reads their
+        codes or scales (of one scale, see `spread` of `fast_forms`).
         """
         if layer.op_type not in ("MatMul", "Gemm") or (layer.op_type == "Gemm" and attributes(layer).get("transB")):
             return False
@@ -89,6 +90,9 @@ class Readers(GraphIndex):
         facts = attributes(pair)
         axis, block = facts.get("axis", 1) % 2, facts.get("block_size", 0)
         per_tensor = len(self.stored[pair.input[1]].dims) == 0
+        own = (pair.output[0], *pair.input[: 1 if per_tensor else 2])
+        if any(len(self.readers.get(name, ())) > 1 for name in own):
+            return False
         return per_tensor or (axis == 1 and not block) or (axis == 0 and block in _BLOCKS)
 
     def weight(self, name: str) -> str:

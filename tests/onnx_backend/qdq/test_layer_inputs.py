@@ -318,6 +318,29 @@ def test_no_table_is_dequantized_whole_for_the_layers_that_read_and_share_it(
     assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
 
 
+class CalledTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(self.shared(self.shared(x).relu()).relu())
+
+
+@pytest.mark.parametrize(
+    "config", [weight_only("int4", block_size=16), weight_only("int8").override("*", per_channel=False)]
+)
+def test_a_layer_that_is_called_twice_has_no_such_kernel_and_its_file_rounds_its_input_itself(config, tmp_path):
+    torch.manual_seed(0)
+    model, x = CalledTwice().eval(), torch.randn(4, 6, 32)
+    sim = qsdk.quantize(model, x, config.for_dialect("onnxruntime"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert ops_that_run(tmp_path / "m.onnx", tmp_path).count("MatMulNBits") == 1
+    (got,) = session(str(tmp_path / "m.onnx")).run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(got, sim(x), atol=1e-5)
+
+
 def test_a_scale_for_each_channel_that_is_not_the_one_of_the_weight_is_refused(tmp_path):
     ids = torch.randint(40, (3, 7))
     sim = qsdk.quantize(Looked(False).eval(), ids, weight_only("int8", compute="int8"))
