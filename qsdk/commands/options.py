@@ -64,6 +64,13 @@ def shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, shape
 
 
+def _length(text: str) -> tuple[str, int]:
+    name, _, size = text.rpartition("=")
+    if not name or not size.isdigit() or not int(size):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form batch=64")
+    return name, int(size)
+
+
 def entry(text: str) -> tuple[str, str]:
     """Read `KEY=VALUE`."""
     name, equals, value = text.partition("=")
@@ -87,6 +94,7 @@ _READ: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         **dict.fromkeys(("DB", "X", "SHARE"), float),
         **dict.fromkeys(("KEY=VALUE", "NAME=VALUE", "A=B"), entry),
         "INPUT=1,3,224,224": shape,
+        "AXIS=N": _length,
         "N|H,W": _sides,
         "R,G,B": _numbers,
         "TARGET": _target,
@@ -366,7 +374,8 @@ def add_quantize(commands: Any) -> None:
         is); what it cannot have is changed before calibration; for onnxruntime, int8 weights are made exact on every
         processor
     --prefer {{speed,size}}  size: two 4-bit weights share a byte beside quantized activations too, where no integer
-        kernel of ONNX Runtime reads them (default: speed)"""
+        kernel of ONNX Runtime reads them (default: speed)
+    --longest AXIS=N ...  of a program (pt2e): the greatest length of an open axis, for which ExecuTorch plans memory"""
     add_options(quantize, rows, opset=21, prefer="speed")
     quantize.add_argument(
         "--providers",

@@ -111,6 +111,8 @@ def _require_out(options: Namespace) -> None:
     """Refuse an output that cannot be written, before the work."""
     if options.format not in ("onnx", "tflite") and not names_function(options.model):
         raise ConfigError(f"--format {options.format} is for a PyTorch module, FILE.py:function; an ONNX file has none")
+    if options.longest and options.format != "pt2e":
+        raise ConfigError(f"--longest is for --format pt2e; leave it out with --format {options.format}")
     if not _writes_folder(options):
         require_output(options.out)
     elif Path(options.out).is_file():
@@ -121,7 +123,8 @@ def _exported(sim: Sim, options: Namespace) -> Report:
     if options.format == "tflite":
         return export(sim, options.out, format="tflite", shapes=dict(options.shape) if options.shape else None)
     if not _is_of_onnx(options):
-        return export(sim, options.out, format=options.format, prefer=options.prefer)
+        longest = dict(options.longest) or None
+        return export(sim, options.out, format=options.format, prefer=options.prefer, longest=longest)
     shapes = dict(options.shape) if _has_fixed_sizes(options.dialect) and options.shape else None
     form: dict[str, Any] = {"opset": options.opset, "prefer": options.prefer}
     return export(sim, options.out, dialect=options.dialect or "onnxruntime", shapes=shapes, **form)
@@ -201,7 +204,7 @@ def _value(name: str, text: str) -> Any:
 
 _SCORES = ("mixed_precision", "metric", "labels", "metric_data")
 _PICTURES = ("image_size", "crop", "resize", "mean", "std", "layout", "preprocess")
-_NOT_HERE = (*_SCORES, *_PICTURES, "input", "shape", "providers", "weight_method")
+_NOT_HERE = (*_SCORES, *_PICTURES, "input", "shape", "longest", "providers", "weight_method")
 
 
 def quantize_folder(options: Namespace) -> int:

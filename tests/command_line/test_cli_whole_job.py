@@ -492,7 +492,9 @@ def test_a_folder_for_servers_of_language_models(home: Path, tmp_path: Path, cap
 def test_a_module_becomes_a_program_for_executorch(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model, out = f"{home / 'mine.py'}:make_with_example", tmp_path / "model.pt2"
     common = ["--format", "pt2e", "--dialect", "xnnpack", "--random", "4", "--json"]
-    assert main(["quantize", model, str(out), *common]) == 0
+    assert main(["quantize", model, str(out), "--longest", "batch=64", *common]) == 0
+    (bound,) = torch.export.load(out).range_constraints.values()
+    assert bound.upper == 64
     facts = json.loads(capsys.readouterr().out)["summary"]
     assert (facts["weights_max_lsb"], facts["bytes"]) == (0, out.stat().st_size)
     sites = [node for node in torch.export.load(out).graph.nodes if "quantize_per_tensor" in str(node.target)]
@@ -502,3 +504,14 @@ def test_a_module_becomes_a_program_for_executorch(home: Path, tmp_path: Path, c
     for given in (home / "float.onnx", tmp_path / "folder"):
         assert main(["quantize", str(given), str(tmp_path / "other.pt2"), *common]) == 2
         assert "--format pt2e is for a PyTorch module" in capsys.readouterr().err
+
+
+def test_lengths_of_open_axes_are_for_programs_alone(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["quantize", str(home / "float.onnx"), str(tmp_path / "out.onnx"), "--random", "1", "--longest"]
+    assert main([*common, "batch=64"]) == 2
+    assert "--longest is for --format pt2e; leave it out with --format onnx" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*common, "batch=many"])
+    assert "'batch=many' is not of the form batch=64" in capsys.readouterr().err
