@@ -8,7 +8,7 @@ layers, and time in proportion to them.
 
 `python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers, `rtn-genai` and `gptq-genai`
 write a folder for onnxruntime-genai in the place of an ONNX file, with its last check, whose runtime is a process of
-its own and not counted.
+its own and not counted. `phases` says for each part of the way the largest size that was sampled while it ran.
 """
 
 import json
@@ -17,10 +17,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LAYERS = (6, 11, 22)
+#: functions of the package that are a part of the way, the inner one of two counts
+PHASES = (
+    "quantize_folder",
+    "calibrate",
+    "gptq",
+    "traced",
+    "lower",
+    "in_float32",
+    "fuse",
+    "write_files",
+    "check_folder",
+)
 TOKENS = {"rtn": (1, 64), "gptq": (8, 512)}
 
 
@@ -32,6 +47,29 @@ def write_checkpoint(folder: str, layers: int) -> None:
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder, max_shard_size="600MB")
+
+
+@contextmanager
+def sampled_phases() -> Iterator[dict[str, int]]:
+    """Resident MiB at most, by the part that the calling thread was in; sampled every 20 ms."""
+    caller, done, found = threading.get_ident(), threading.Event(), dict[str, int]()
+
+    def sample() -> None:
+        while not done.wait(0.02):
+            frame = sys._current_frames().get(caller)
+            while frame is not None and frame.f_code.co_name not in PHASES:
+                frame = frame.f_back
+            name = "between" if frame is None else frame.f_code.co_name
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+            found[name] = max(resident, found.get(name, 0))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
 
 
 def quantize(folder: str, out: str, name: str) -> None:
@@ -49,9 +87,10 @@ def quantize(folder: str, out: str, name: str) -> None:
     config, options = qsdk.w4a16(block_size=32), {"verbs": ["gptq"] if method == "gptq" else [], "data": data}
     if form:
         config, options = config.for_dialect(form), {**options, "format": form}
-    qsdk.quantize_checkpoint(folder, out, config, max_memory=200 << 20, progress=False, **options)
+    with sampled_phases() as phases:
+        qsdk.quantize_checkpoint(folder, out, config, max_memory=200 << 20, progress=False, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(json.dumps({"peak_mib": peak, "seconds": time.process_time() - begun}))
+    print(json.dumps({"peak_mib": peak, "phases": phases, "seconds": time.process_time() - begun}))
 
 
 def in_process(*arguments: object) -> str:

@@ -84,7 +84,7 @@ def lower(
         prefer: `speed` stores weights of 4 bits in 8 where the runtime has integer kernels for these alone; it
             dequantizes packed ones in every run.
         unfinished: without the nodes that round inputs of layers and what the runtime does last, for a caller that
-            changes types first (`quantize_inputs`, `Runtime.finish`).
+            changes types first (`quantize_inputs`, `Runtime.finish`); scales of blocks are large tensors too.
 
     Raises:
         ExportError: a site has no encoding, or one that cannot be written.
@@ -106,7 +106,11 @@ def lower(
     model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
     note_regions(model, plan)
     require_sayable(encodings, opset)
-    forms: dict[str, Any] = {"pair_types": runtime.pair_types, "narrow_scales": runtime.narrow_scales}
+    forms: dict[str, Any] = {
+        "pair_types": runtime.pair_types,
+        "narrow_scales": runtime.narrow_scales,
+        "lazy_scales": unfinished,
+    }
     lowering = GraphEditor(model, large, explicit=runtime.explicit or opset < OPSET, **forms)
     lowering.merge_marks()
     for node in list(model.graph.node):

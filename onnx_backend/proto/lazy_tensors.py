@@ -121,6 +121,11 @@ def from_source(source: Callable[[], Array], dims: Sequence[int]) -> LargeTensor
     return LargeTensor(TensorProto.FLOAT, tuple(dims), source, _rows)
 
 
+def as_array(values: Array) -> LargeTensor:
+    """Return an array as it is, which the model then does not copy."""
+    return LargeTensor(int(helper.np_dtype_to_tensor_dtype(values.dtype)), values.shape, lambda: values, _rows)
+
+
 def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, LargeTensor]:
     """Return the stubs of a model as large tensors whose values `weights` holds, each looked up on demand."""
     return {

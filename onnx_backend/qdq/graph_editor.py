@@ -37,6 +37,7 @@ class GraphEditor(GraphIndex):
         explicit: every pair states its type by a zero point.
         pair_types: float types, other than float32, that pairs can have.
         narrow_scales: see `Runtime`.
+        lazy_scales: the scales of blocks are large tensors too, for callers that look at no values of them.
         nodes: the nodes of the new model.
         rows: one per site, for the report.
         renamed: a mark's output -> the tensor that its readers read now.
@@ -54,11 +55,13 @@ class GraphEditor(GraphIndex):
         explicit: bool = False,
         pair_types: Collection[str] = (),
         narrow_scales: bool = False,
+        lazy_scales: bool = False,
     ) -> None:
         super().__init__(model.graph)
         self.taken = names_in(model.graph)  # those of marks, too
         self.model, self.large = model, large
         self.explicit, self.pair_types, self.narrow_scales = explicit, pair_types, narrow_scales
+        self.lazy_scales = lazy_scales
         self.nodes: list[NodeProto] = []
         self.rows: list[dict[str, Any]] = []
         self.renamed: dict[str, str] = {}
@@ -195,7 +198,7 @@ def pair_type(at: GraphEditor, dtype: str, encoding: Encoding) -> str:
 
 def scales_as(scale: Floats, dtype: str) -> Array:
     """Return scales in the float type of their pair."""
-    return scale.astype(array_type(dtype))
+    return scale.astype(array_type(dtype), copy=False)
 
 
 def widen(at: GraphEditor, site: str, source: str, dtype: str) -> str:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
-from onnx_backend.proto.lazy_tensors import quantize_tensor
+from onnx_backend.proto.lazy_tensors import as_array, quantize_tensor
 from onnx_backend.proto.nodes import attributes, metadata, retain, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.graph_editor import GraphEditor, dequantize_to, pair_type, scales_as, write_site
@@ -163,7 +163,9 @@ def parameters(
 ) -> list[str]:
     """Store a scale and, if wanted, a zero point; return their names."""
     shape = () if encoding.axis is None else scale.shape
-    found = [at.initializer(np.array(scale.reshape(shape), order="C"), f"{site}/scale")]
+    lazily = at.lazy_scales and encoding.block_size is not None
+    held = as_array(scale) if lazily else np.array(scale.reshape(shape), order="C")
+    found = [at.initializer(held, f"{site}/scale")]
     if with_zero_point:
         typed = zero_point.reshape(shape).astype(storage_type(encoding.dtype))
         found.append(at.initializer(typed, f"{site}/zero_point"))

@@ -17,7 +17,7 @@ import qsdk
 from onnx_backend.lower import lower
 from onnx_backend.proto import write_file as writing
 from onnx_backend.proto.external_data import DATA_KEY, INLINE, array, data_facts
-from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_large
+from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub, quantize_tensor, with_large
 from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_files
 from qsdk import Encoding, ExportError, FileFormatError
@@ -108,6 +108,17 @@ def test_the_streamed_file_is_the_serialized_model(sim, tmp_path):
     whole = with_large(lowered.model, lowered.large)
     assert (tmp_path / "m.onnx").read_bytes() == whole.SerializeToString()
     assert os.listdir(tmp_path) == ["m.onnx"]
+
+
+def test_scales_of_blocks_stay_outside_a_model_whose_caller_asks_for_it(float_file):
+    sim = calibrated(float_file, qsdk.weight_only("int4", block_size=8))
+    marked, encodings = sim.traced().model, sim.encodings
+    whole, light = (lower(marked, sim.plan, encodings, unfinished=flag) for flag in (False, True))
+    held = {tensor.name: array(tensor) for tensor in whole.model.graph.initializer if not is_stub(tensor)}
+    stubs = [tensor.name for tensor in light.model.graph.initializer if is_stub(tensor) and tensor.name in held]
+    assert len(stubs) == sum(encoding.block_size is not None for encoding in encodings.values()) > 0
+    for name in stubs:
+        np.testing.assert_array_equal(light.large[name].value(), held[name])
 
 
 def test_one_file_and_two_hold_the_same_model(sim, exported, tmp_path):
