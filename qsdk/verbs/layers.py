@@ -156,7 +156,8 @@ def gptq(
         data: batches as for `calibrate`.
         act_order: take the inputs by falling second moment, else in their own order.
         block_size: inputs that are rounded one by one before the others are updated; affects speed only.
-        scales: `search` also multiplies each channel's scales by the best of some factors; `fixed` keeps them.
+        scales: `search` also multiplies each channel's scales by the best of some factors, and in blocks then finds
+            the best scale of each block for its codes; `fixed` keeps them.
         sweeps: of coordinate descent afterwards, at most; 0 for GPTQ alone.
         accumulator_bits: no sum of products of a layer with integer inputs leaves a signed accumulator of so many bits,
             for any input on its grid; the bias is added outside of it (Colbert et al. 2024, AXE). None for any sum.

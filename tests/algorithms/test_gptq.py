@@ -172,3 +172,18 @@ def test_rows_that_stand_for_their_moments_give_the_same() -> None:
     rows = (vectors * values.clamp(min=0).sqrt()).mT[-40:].float()[None]
     found = gptq.solve(replace(problem, h=None, x_quantized=rows), shift_bias=False)
     assert found.error_after == pytest.approx(gptq.solve(problem, shift_bias=False).error_after, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "symmetric"), [(int4, True), (uint4, False), (int3, True), (int2, True)], ids=str)
+def test_no_scale_of_a_block_could_be_much_better_for_its_codes(dtype: DType, symmetric: bool) -> None:
+    problem = problem_of(LINEAR, Spec(dtype, PerBlock(1, 16), symmetric), seed=3)
+    found, judged = gptq.solve(problem), problem.centered()
+    assert found.weight is not None
+    errors = judged.errors(found.weight)
+    saved = torch.zeros_like(errors)
+    for block in range(6):
+        for factor in (0.9, 0.94, 0.97, 1.03, 1.06, 1.1):
+            moved = found.weight.clone()
+            moved[..., 16 * block : 16 * (block + 1)] *= factor
+            saved = torch.maximum(saved, errors - judged.errors(moved))
+    assert saved.sum() < 0.005 * errors.sum()

@@ -35,6 +35,8 @@ SCALES = ("search", "fixed")
 FACTORS = (1.0, 1.1, 0.9, 0.8, 0.7, 0.6, 0.5)
 #: more of them beside accumulators of few bits, whose room may take larger scales
 LARGER = (1.25, 1.5)
+#: times that scales of blocks are fitted to codes
+REFITS = 2
 
 
 def solve(
@@ -60,7 +62,8 @@ def solve(
         block_size: columns that are rounded one by one before the others are updated; affects speed only.
         damping: share of the mean that is added to the diagonal of H; None for `rounding.damping_for`.
         scales: `search` also multiplies each output's scales by the best of some factors, by the error that remains
-            after error feedback (one factor for all blocks of an output); `fixed` keeps them.
+            after error feedback (one factor for all blocks of an output), and then gives each block the scale that is
+            best for its codes; `fixed` keeps them.
         sweeps: of coordinate descent over the grid points afterwards, at most.
         shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
         accumulator_bits: of the signed accumulator that no sum of products leaves; None for any.
@@ -121,12 +124,14 @@ def _solve(
     factors, grid, codes = _search_scales(problem, ErrorFeedback.of(objective, order), cells, tried, block_size, limit)
     fixed = WeightGrid.of(problem, problem.encoding, limit)
     rounded, result = _descend(objective, (fixed, grid), codes, sweeps)
+    if len(tried) > 1 and limit is None and isinstance(problem.spec.granularity, PerBlock):
+        factors, result = _refit_scales(problem, objective, cells, factors, result)
     plain = (fixed.nearest(objective.weight) * fixed.scale).mT
     errors, errors_of_result, errors_of_plain = (check.errors(found) for found in (rounded, result, plain))
     worse = errors.worse(errors_of_plain)
     rounded, errors = torch.where(worse[..., None], plain, rounded), errors_of_plain.where(worse, errors)
     factors[errors_of_result.worse(errors, units_of(cells))] = 1
-    scaled, encoding = factors != 1, _scale_encoding(problem, factors, cells)
+    scaled, encoding = (factors != 1).any(-1), _scale_encoding(problem, factors, cells)
     rounded, errors = torch.where(scaled[..., None], result, rounded), errors_of_result.where(scaled, errors)
     return check.solution(encoding, rounded, plain, (errors, errors_of_plain))
 
@@ -144,6 +149,49 @@ def _descend(
         for grid, own in zip(grids, codes, strict=True)
     )
     return one, other
+
+
+def _refit_scales(
+    problem: LayerProblem, objective: Objective, cells: Tensor, factors: Tensor, rounded: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return factors and W~ where the scales of blocks are the best ones for the codes, and these for the scales.
+
+    Codes C of an output, a column for each block, have their least error with the scales s of `C H C' s = C (H W - L)`.
+    """
+    if int(units_of(cells).max()) + 1 < cells[..., 0].numel():  # outputs share scales
+        return factors, rounded
+    block = (cells - cells[..., :1])[0, 0]
+    wanted, least = objective.h @ objective.weight - objective.linear, objective(rounded.mT)
+    for _ in range(REFITS):
+        grid = WeightGrid.of(problem, _scale_encoding(problem, factors, cells))
+        codes = grid.nearest(rounded.mT)
+        best = _scales_for(objective.h, wanted, codes, grid.scale, block)
+        # in steps of 1/1024: sums in another order, as in chunks of outputs, give the same
+        tried = factors * (best / grid.scale).clamp_(0.5, 2).mul_(1024).round_().div_(1024).mT
+        grid = WeightGrid.of(problem, _scale_encoding(problem, tried, cells))
+        found = coordinate_descent(objective, grid, codes, 1).mul_(grid.scale)
+        errors = objective(found)
+        better = (errors < least)[..., None]
+        factors, rounded = torch.where(better, tried, factors), torch.where(better, found.mT, rounded)
+        least = torch.minimum(errors, least)
+    grid = WeightGrid.of(problem, _scale_encoding(problem, factors, cells))  # scales may be stored beside a common one
+    return factors, (grid.nearest(rounded.mT) * grid.scale).mT
+
+
+def _scales_for(h: Tensor, wanted: Tensor, codes: Tensor, scale: Tensor, block: Tensor) -> Tensor:
+    """Return the best scale of each weight, [groups, K, rows], near the old ones; `block` is that of each input."""
+    count = int(block.max()) + 1
+
+    def summed(x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), count, x.shape[-1]).index_add_(1, block, x)
+
+    products = [summed(h[:, :, block == at] @ codes[:, block == at] * codes) for at in range(count)]
+    matrix = torch.stack(products, -1).permute(0, 2, 1, 3).double()  # [groups, rows, blocks, blocks]
+    old = scale[:, (block == torch.arange(count, device=block.device)[:, None]).int().argmax(1)].mT
+    kept = 1e-3 * matrix.diagonal(dim1=-2, dim2=-1) + torch.finfo(torch.float32).tiny  # of blocks of zeros, all
+    best = torch.linalg.solve(matrix + torch.diag_embed(kept), summed(wanted * codes).mT + kept * old)
+    scales: Tensor = best.float().mT[:, block]
+    return scales
 
 
 def _require_options(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
@@ -186,7 +234,7 @@ def _search_scales(
     unit = units_of(cells)
 
     def grid_of(factor: float) -> WeightGrid:
-        scaled = torch.full(unit.shape, factor, device=unit.device)
+        scaled = torch.full(cells.shape, factor, device=unit.device)
         return WeightGrid.of(problem, _scale_encoding(problem, scaled, cells), limit)
 
     search, first = _Search(unit), None
@@ -200,11 +248,12 @@ def _search_scales(
         for found in zip(some, grids, codes, errors, strict=True):
             search.add(*found)
     assert first is not None
-    grid = WeightGrid.of(problem, _scale_encoding(problem, search.factors, cells), limit)
+    factors_of_weights = search.factors[..., None].repeat(1, 1, cells.shape[-1])
+    grid = WeightGrid.of(problem, _scale_encoding(problem, factors_of_weights, cells), limit)
     # rows are independent, unless the scales that their spec can store depend on all of them
     same = torch.equal(grid.scale, search.scale)
     result = search.codes if same else feedback.round(grid, block_size)[0]
-    return search.factors, grid, (first, result)
+    return factors_of_weights, grid, (first, result)
 
 
 class _Search:
@@ -241,7 +290,7 @@ def _scale_encoding(problem: LayerProblem, factors: Tensor, cells: Tensor) -> En
     """Return the problem's encoding with each output's scales multiplied, restricted to what its spec can store."""
     encoding, spec = problem.encoding, problem.spec
     factor = torch.ones(encoding.scale.size, device=factors.device)
-    factor[cells] = factors[..., None].expand(cells.shape)
+    factor[cells] = factors
     moved = factor.cpu().numpy().reshape(encoding.scale.shape)
     scale = encoding.scale * moved
     if spec.scale_bits is not None:
