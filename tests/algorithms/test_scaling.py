@@ -445,3 +445,27 @@ def test_factors_stay_within_the_numbers_of_float16(door, tmp_path):
     found = sim(batches[0]) if door == "torch" else torch.from_numpy(sim.run(batches[0])[0])
     assert found.isfinite().all()
     assert (found.float() - exact).abs().max() <= 0.03 * exact.abs().max()
+
+
+class Memory(nn.Module):
+    """Attends to a stored memory, whose keys and values are computed from nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.attention = nn.Parameter(torch.randn(1, 3, 8)), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        """Give what is found."""
+        memory = self.memory.expand(x.shape[0], -1, -1)
+        return self.attention(x, memory, memory)[0]
+
+
+@pytest.mark.parametrize("verb", [qsdk.equalize, qsdk.smooth_quant, qsdk.awq], ids=lambda verb: verb.__name__)
+def test_a_layer_of_a_stored_tensor_has_no_channels_to_scale(verb):
+    torch.manual_seed(0)
+    model, batches = Memory().eval(), [torch.randn(4, 5, 8) for _ in range(2)]
+    sim = qsdk.quantize(model, batches[0], weight_only("int8"))
+    calibrate(sim, batches, progress=False)
+    verb(sim, batches, progress=False)
+    exact = model(batches[0]).detach()
+    assert (sim(batches[0]) - exact).abs().max() <= 0.03 * exact.abs().max()

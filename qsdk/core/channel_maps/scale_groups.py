@@ -169,7 +169,7 @@ def find_scale_groups(graph: Graph) -> list[ScaleGroup]:
 def _seeds(graph: Graph) -> Iterator[_Seed]:
     for index, op in enumerate(graph.ops):
         computed = [t for t in op.inputs[:2] if t is not None and graph.origin(t) is None]
-        if is_linear(graph, index):
+        if is_linear(graph, index) and computed:  # not of a stored tensor
             yield _Seed(computed[0], ((input_axis(graph, index),),), True)
         elif op.type == "MatMul" and len(computed) == 2:
             # of two products with heads, [batch, heads, rows, width], each head has channels of its own
