@@ -131,7 +131,12 @@ def slow_in(graph: GraphProto, label: Callable[[str], str] = str) -> list[Slow]:
 
 def _useless_pair(quantize: NodeProto, readers: Sequence[NodeProto], known: Readers) -> Slow | None:
     """Return what to say of a QuantizeLinear whose codes nothing computes on; the ops around it stand for its place."""
-    if any(reader.op_type != "DequantizeLinear" for reader in readers):
+    readers = [
+        behind
+        for reader in readers  # a Reshape costs nothing, on codes or not
+        for behind in (known.readers.get(reader.output[0], []) if reader.op_type == "Reshape" else [reader])
+    ]
+    if not readers or any(reader.op_type != "DequantizeLinear" for reader in readers):
         return None
     maker = known.makers.get(_before(quantize.input[0], known))
     around = [] if maker is None else [maker]

@@ -99,6 +99,8 @@ def write_program(
         ExportError: a site that the ops have no form for, or a program that computes something else.
     """
     refuse_unsayable(plan)
+    if any(parameter.dtype == torch.float64 for parameter in sim.model.parameters()):
+        raise ExportError("format='pt2e' has no float64: its ops take float32 and less; quantize model.float()")
     captured = capture_marked(sim.model, sim.runtime, sim.current_example)
     builder = ProgramBuilder(sim, plan, encodings, captured)
     program = builder.program(longest)

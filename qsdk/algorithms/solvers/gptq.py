@@ -158,9 +158,9 @@ def _refit_scales(
 
     Codes C of an output, a column for each block, have their least error with the scales s of `C H C' s = C (H W - L)`.
     """
-    if int(units_of(cells).max()) + 1 < cells[..., 0].numel():  # outputs share scales
-        return factors, rounded
     block = (cells - cells[..., :1])[0, 0]
+    if not block.any() or int(units_of(cells).max()) + 1 < cells[..., 0].numel():  # one scale, or outputs share scales
+        return factors, rounded
     wanted, least = objective.h @ objective.weight - objective.linear, objective(rounded.mT)
     for _ in range(REFITS):
         grid = WeightGrid.of(problem, _scale_encoding(problem, factors, cells))

@@ -206,15 +206,22 @@ def test_a_program_that_computes_something_else_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "dtype", "message"),
     [
-        (w8a8().override("*", weight="float8e4m3fn"), r"no form for 0:weight: float8e4m3fn is no integer"),
-        (w8a8().override("*", dynamic_activations=True), r"its range is found while the model runs"),
+        (
+            w8a8().override("*", weight="float8e4m3fn"),
+            torch.float32,
+            r"no form for 0:weight: float8e4m3fn is no integer",
+        ),
+        (w8a8().override("*", dynamic_activations=True), torch.float32, r"its range is found while the model runs"),
+        (w8a8(), torch.float64, r"no float64: .* quantize model\.float\(\)"),
     ],
 )
-def test_what_the_ops_cannot_say_is_refused_by_name_and_leaves_the_old_file(config: Any, message: str, tmp_path: Path):
+def test_what_the_ops_cannot_say_is_refused_by_name_and_leaves_the_old_file(
+    config: Any, dtype: torch.dtype, message: str, tmp_path: Path
+):
     (tmp_path / "m.pt2").write_text("old")
-    sim = calibrated(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), seeded(5, 8), config)
+    sim = calibrated(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).to(dtype), seeded(5, 8).to(dtype), config)
     with pytest.raises(ExportError, match=message):
         export(sim, tmp_path / "m.pt2", format="pt2e")
     assert (tmp_path / "m.pt2").read_text() == "old"
