@@ -34,6 +34,7 @@ from torch_bridge.workarounds.decomposed_ops import (
     QUANTIZE,
     QUANTIZE_CHANNELS,
 )
+from torch_bridge.workarounds.open_lengths import open_lengths
 
 #: name of the entry of the file that says which site each dequantize op is of
 SITES = "qsdk.sites.json"
@@ -506,7 +507,7 @@ def _exported(
     for known in (shared, {}) if shared else ({},):
         shapes = tuple({axis: known.get(name, free[name]) for axis, name in one.items()} for one in axes.values())
         try:
-            with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            with torch.no_grad(), open_lengths():
                 return torch.export.export(module, tuple(given), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # torch raises what it likes
             problem = error

@@ -205,6 +205,29 @@ def test_a_program_that_computes_something_else_is_refused(tmp_path: Path):
         assert report.rows[0]["note"] == "the program's scale or zero point is not the sim's"
 
 
+class ChannelsLast(nn.Module):
+    """Convolves an image that a norm has left with its channels last, as ConvNeXt does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.LayerNorm(8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give four channels."""
+        return self.last(self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_program_takes_any_batch_whatever_the_example_has(batch: int, tmp_path: Path):
+    """Of such an image, torch asks which kernel convolves it, which bounds the batch to that of the example."""
+    sim = calibrated(ChannelsLast(), seeded(batch, 3, 8, 8), w8a8())
+    export(sim, tmp_path / "m.pt2", format="pt2e")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    for size in (1, 2, 5):
+        x = seeded(size, 3, 8, 8)
+        torch.testing.assert_close(program(x), sim(x))
+
+
 @pytest.mark.parametrize(
     ("config", "dtype", "message"),
     [
