@@ -277,7 +277,8 @@ class _Writer(NormForms):
         if all(pair is not None and pair.op_type == "DequantizeLinear" for pair in pairs):
             return None  # QLinearConcat
         many = math.prod(size or 1 for size in self._sizes.get(concat.output[0], ())) >= _MANY
-        in_bytes = self.dtype(quantize) in ("int8", "uint8") and self.operands(quantize) is not None
+        # the runtime does not load a Reshape beside signed codes
+        in_bytes = self.dtype(quantize) == "uint8" and self.operands(quantize) is not None
         return concat if many and in_bytes else None
 
     def join_codes(self, concat: NodeProto, quantize: NodeProto) -> None:

@@ -56,13 +56,22 @@ class NormForms(FormWriter):
         sizes = self._sizes.get(norm.input[0], ())
         if self._opset < _GAIN_OF_CHANNEL or self.types.get(norm.input[0], ("",))[0] != "float32":
             return False
-        return len(sizes) > 1 and sizes[1] is not None and 0 not in sizes and sizes[1:].count(None) <= 1
+        if len(sizes) <= 1 or sizes[1] is None or 0 in sizes or sizes[1:].count(None) > 1:
+            return False
+        pair = self.makers.get(norm.input[0])
+        # the runtime does not load a Reshape beside signed codes
+        beside = "" if pair is None or pair.op_type != "DequantizeLinear" else self.codes_behind(pair)
+        return self._is_of_channels(norm) or beside in ("", "uint8")
+
+    def _is_of_channels(self, norm: NodeProto) -> bool:
+        sizes = self._sizes[norm.input[0]]
+        return bool(attributes(norm)["num_groups"] == sizes[1]) and len(sizes) >= _LEAST_AXES
 
     def normalize_groups(self, norm: NodeProto) -> None:
         """Write a GroupNormalization, which has no kernel, as the InstanceNormalization of its groups."""
         last, (source, gain, bias), facts = norm.output[0], norm.input, attributes(norm)
         groups, sizes, epsilon = facts["num_groups"], self._sizes[source], {"epsilon": facts.get("epsilon", 1e-5)}
-        if groups == sizes[1] and len(sizes) >= _LEAST_AXES:
+        if self._is_of_channels(norm):
             whole = helper.make_node("InstanceNormalization", [source, gain, bias], [last], norm.name, **epsilon)
             self._last(whole, [norm])
             return

@@ -55,6 +55,18 @@ def test_a_group_norm_of_half_precision_or_of_any_places_stays_as_it_is(tmp_path
         model.float()
 
 
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_file_with_a_group_norm_of_signed_codes_loads(groups, tmp_path):
+    """The runtime does not load a Reshape beside them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(groups, 8), nn.Conv2d(8, 4, 1))
+    batches, config = [torch.randn(2, 3, 6, 6)], qsdk.w8a8().override("*", activation="int8")
+    sim, path, ran, wanted, got = exported(model, batches, config, tmp_path)
+    assert ("InstanceNormalization" in ran) == (groups == 8)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    require_same_sim(sim, path, batches, tmp_path)
+
+
 class Pyramid(nn.Module):
     """Joins an image and enlarged ones, as heads for segmentation do."""
 
