@@ -20,8 +20,8 @@ Each computes the same numbers; measured on onnxruntime 1.32:
 - Tokens that are transposed and then made an image keep the runtime from computing on it with the channels last; tokens
   that are made an image and then transposed do not.
 - A Concat copies codes four times as fast as floats; a QuantizeLinear behind it gives the same codes in front of it.
-- A GroupNormalization is written out by the runtime in eight passes; as an InstanceNormalization of its groups it takes
-  half the time, where a group is a channel a fifth.
+- A GroupNormalization is written out by the runtime in eight passes; an InstanceNormalization of its groups
+  is a kernel.
 - The shares of masked scores are denormal numbers, with which a processor computes 10 to 20 times as long: Softmax and
   the QuantizeLinear behind. Where a score is less than the largest of its row by more than 60, its share is below
   1e-26 and changes no sum; it may as well be exactly 60 less.

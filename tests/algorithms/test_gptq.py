@@ -187,3 +187,19 @@ def test_no_scale_of_a_block_could_be_much_better_for_its_codes(dtype: DType, sy
             moved[..., 16 * block : 16 * (block + 1)] *= factor
             saved = torch.maximum(saved, errors - judged.errors(moved))
     assert saved.sum() < 0.005 * errors.sum()
+
+
+def test_blocks_of_a_weight_that_is_stored_inputs_first_have_the_same_scales() -> None:
+    """Where the scales of a block stand beside those of the other outputs."""
+    rows = problem_of(WeightLayout("linear", (300, 96)), Spec(int4, PerBlock(1, 16)), seed=3)
+    turned = replace(
+        rows.encoding, scale=rows.encoding.scale.T, zero_point=np.asarray(rows.encoding.zero_point).T, axis=0
+    )
+    columns = replace(
+        rows, layout=WeightLayout("linear", (96, 300), 1, 1, 0), spec=Spec(int4, PerBlock(0, 16)), encoding=turned
+    )
+    one, other = (gptq.solve(problem) for problem in (rows, columns))
+    assert one.weight is not None
+    assert other.weight is not None
+    torch.testing.assert_close(one.weight, other.weight)
+    np.testing.assert_allclose(one.encoding.scale, other.encoding.scale.T, rtol=1e-6)

@@ -37,6 +37,8 @@ FACTORS = (1.0, 1.1, 0.9, 0.8, 0.7, 0.6, 0.5)
 LARGER = (1.25, 1.5)
 #: times that scales of blocks are fitted to codes
 REFITS = 2
+#: numbers of the systems that are solved at a time: of wide layers in small blocks, all would not fit in memory
+SYSTEMS = 1 << 22
 
 
 def solve(
@@ -158,7 +160,7 @@ def _refit_scales(
 
     Codes C of an output, a column for each block, have their least error with the scales s of `C H C' s = C (H W - L)`.
     """
-    block = (cells - cells[..., :1])[0, 0]
+    block: Tensor = torch.unique(cells[0, 0], return_inverse=True)[1]
     if not block.any() or int(units_of(cells).max()) + 1 < cells[..., 0].numel():  # one scale, or outputs share scales
         return factors, rounded
     wanted, least = objective.h @ objective.weight - objective.linear, objective(rounded.mT)
@@ -181,17 +183,24 @@ def _refit_scales(
 def _scales_for(h: Tensor, wanted: Tensor, codes: Tensor, scale: Tensor, block: Tensor) -> Tensor:
     """Return the best scale of each weight, [groups, K, rows], near the old ones; `block` is that of each input."""
     count = int(block.max()) + 1
+    first = (block == torch.arange(count, device=block.device)[:, None]).int().argmax(1)
 
     def summed(x: Tensor) -> Tensor:
         return x.new_zeros(len(x), count, x.shape[-1]).index_add_(1, block, x)
 
-    products = [summed(h[:, :, block == at] @ codes[:, block == at] * codes) for at in range(count)]
-    matrix = torch.stack(products, -1).permute(0, 2, 1, 3).double()  # [groups, rows, blocks, blocks]
-    old = scale[:, (block == torch.arange(count, device=block.device)[:, None]).int().argmax(1)].mT
-    kept = 1e-3 * matrix.diagonal(dim1=-2, dim2=-1) + torch.finfo(torch.float32).tiny  # of blocks of zeros, all
-    best = torch.linalg.solve(matrix + torch.diag_embed(kept), summed(wanted * codes).mT + kept * old)
-    scales: Tensor = best.float().mT[:, block]
-    return scales
+    def solved(rows: slice) -> Tensor:
+        own, old = codes[..., rows], scale[:, first, rows].mT
+        products = [summed(h[:, :, block == at] @ own[:, block == at] * own) for at in range(count)]
+        matrix = torch.stack(products, -1).permute(0, 2, 1, 3).double()  # [groups, rows, blocks, blocks]
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        kept = torch.where(diagonal > 0, 1e-3 * diagonal, 1)  # of a block of zeros, its scale
+        diagonal.add_(kept)
+        right = summed(wanted[..., rows] * own).mT + kept * old
+        return torch.cholesky_solve(right[..., None], torch.linalg.cholesky(matrix))[..., 0].float()
+
+    step = max(SYSTEMS // count**2, 1)
+    found = [solved(slice(start, start + step)) for start in range(0, codes.shape[-1], step)]
+    return torch.cat(found, 1).mT[:, block]
 
 
 def _require_options(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
