@@ -63,15 +63,8 @@ from qsdk.core.graph.op_facts import LINEAR
 
 _NOTES = {FORM_KEY, PART_OF_FORM}
 _SPREAD = ("channel_scales", "channel_zero_points")
-_NUMBERS = (
-    "/shape",
-    "/one",
-    "/axes",
-    "/depth",
-    "/gains",
-    "/biases",
-    *(f"/{end}" for end in _SPREAD),
-)  # ends of the names of numbers that forms store
+#: ends of the names of numbers that forms store
+_NUMBERS = tuple(f"/{end}" for end in ("shape", "one", "axes", "depth", "gains", "biases", *_SPREAD))
 _BYTES = (TensorProto.INT8, TensorProto.UINT8)
 _FOLDED = (*_BYTES, TensorProto.INT4, TensorProto.UINT4)
 _LOOKED_UP = (*_BYTES, TensorProto.INT16, TensorProto.UINT16)
