@@ -460,7 +460,9 @@ class Memory(nn.Module):
         return self.attention(x, memory, memory)[0]
 
 
-@pytest.mark.parametrize("verb", [qsdk.equalize, qsdk.smooth_quant, qsdk.awq], ids=lambda verb: verb.__name__)
+@pytest.mark.parametrize(
+    "verb", [qsdk.equalize, *(pytest.param(verb, marks=pytest.mark.slow) for verb in (qsdk.smooth_quant, qsdk.awq))]
+)
 def test_a_layer_of_a_stored_tensor_has_no_channels_to_scale(verb):
     torch.manual_seed(0)
     model, batches = Memory().eval(), [torch.randn(4, 5, 8) for _ in range(2)]

@@ -21,16 +21,32 @@ def results(model, feed):
     return session.run(None, {session.get_inputs()[0].name: feed.numpy()})[0]
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize(("groups", "places"), [(8, 1), (4, 1), (4, 2), (1, 2), (8, 3)], ids=str)
-def test_a_group_norm_is_one_kernel_for_its_groups_at_any_size(groups, places, config, tmp_path):
+@pytest.mark.parametrize(
+    ("groups", "places", "placement"),
+    [
+        (8, 1, "kernels"),
+        (4, 2, "all"),
+        *(
+            pytest.param(groups, places, placement, marks=pytest.mark.slow)
+            for groups, places, placement in (
+                (4, 1, "kernels"),
+                (8, 1, "all"),
+                (1, 2, "all"),
+                (1, 2, "kernels"),
+                (8, 3, "all"),
+                (4, 3, "kernels"),
+            )
+        ),
+    ],
+)
+def test_a_group_norm_is_one_kernel_for_its_groups_at_any_size(groups, places, placement, tmp_path):
     torch.manual_seed(groups + places)
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[places - 1]
     model = nn.Sequential(conv(3, 8, 3, padding=1), nn.GroupNorm(groups, 8, eps=0.1), nn.SiLU(), conv(8, 4, 1))
     nn.init.normal_(model[1].weight)
     nn.init.normal_(model[1].bias)
     batches = [torch.randn(2, 3, *(9, 7, 5)[:places])]
-    sim, path, ran, wanted, got = exported(model, batches, config, tmp_path)
+    sim, path, ran, wanted, got = exported(model, batches, CONFIGS[placement], tmp_path)
     assert ran.count("InstanceNormalization") == 1
     assert not {"ReduceMean", "Sqrt", "Div"} & set(ran), "the runtime has written the norm out"
     np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
@@ -55,7 +71,7 @@ def test_a_group_norm_of_half_precision_or_of_any_places_stays_as_it_is(tmp_path
         model.float()
 
 
-@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize("groups", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_file_with_a_group_norm_of_signed_codes_loads(groups, tmp_path):
     """The runtime does not load a Reshape beside them."""
     torch.manual_seed(0)
@@ -81,7 +97,9 @@ class Pyramid(nn.Module):
         return self.last(torch.cat([large, torch.tanh(self.first(x)), large[:, :3]], 1))
 
 
-@pytest.mark.parametrize(("channels", "joins_codes"), [(40, True), (4, False)], ids=["many", "few"])
+@pytest.mark.parametrize(
+    ("channels", "joins_codes"), [(40, True), pytest.param(4, False, marks=pytest.mark.slow)], ids=["many", "few"]
+)
 def test_many_floats_are_quantized_before_they_are_joined(channels, joins_codes, tmp_path):
     torch.manual_seed(0)
     batches = [torch.randn(1, 3, 24, 24)]

@@ -217,7 +217,7 @@ class ChannelsLast(nn.Module):
         return self.last(self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_program_takes_any_batch_whatever_the_example_has(batch: int, tmp_path: Path):
     """Of such an image, torch asks which kernel convolves it, which bounds the batch to that of the example."""
     sim = calibrated(ChannelsLast(), seeded(batch, 3, 8, 8), w8a8())
